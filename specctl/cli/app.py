@@ -1,0 +1,99 @@
+"""The program: commands, and what becomes of what they raise. Imports nothing heavy."""
+
+import importlib
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from specctl import __version__
+from specctl.cli.output import show_bug, show_error, show_lines
+from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, SpecctlError
+
+COMMANDS = ("extract", "regenerate", "inspect")
+
+app = typer.Typer(
+    name="specctl",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Make, check and measure drafts for speculative decoding of large language models.\n\n"
+    "A draft is a small model that guesses the next tokens of a large one, the target. It learns from "
+    "the target's hidden states, which `specctl extract` writes to disk.",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        show_lines([f"specctl {__version__}"])
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _name in COMMANDS:
+    importlib.import_module(f"specctl.cli.{_name}").register(app)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit with the code that `errors` assigns."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    code = run(args)
+    _leave(code)
+
+
+def run(args: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result: Any = app(args=args, prog_name="specctl", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except typer.TyperException as error:
+        return _usage(error)
+    except InterruptedRun as error:
+        show_error(error)
+        return error.exit_code
+    except SpecctlError as error:
+        show_error(error)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        show_error(InterruptedRun("interrupted"))
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): no more output, and not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except Exception as error:
+        return show_bug(error)
+
+
+def _usage(error: typer.TyperException) -> int:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "specctl"
+    message = error.format_message().strip().rstrip(".")
+    if not message:  # `no_args_is_help` has printed the help itself
+        return EXIT_COULD_NOT
+    show_error(SpecctlError(message[:1].lower() + message[1:], hint=f"`{command} --help` shows what there is"))
+    return EXIT_COULD_NOT
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _leave(code: int) -> None:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)

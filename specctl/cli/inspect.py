@@ -1,0 +1,100 @@
+"""`specctl inspect`: signature -> recipe -> output."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from specctl.cli import options
+from specctl.cli.output import human_bytes, show_json, show_lines, show_pairs, show_table
+from specctl.cli.reporter import StderrReporter
+
+EXAMPLES = (
+    "specctl inspect states",
+    "specctl inspect states --compare states-pp2",
+    "specctl inspect ./SmolLM2 --json",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the program."""
+    app.command(name="inspect", epilog=options.epilog(EXAMPLES), no_args_is_help=True)(inspect)
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Shard folder, or a target's folder, hub id or GGUF file.")],
+    compare: Annotated[
+        str | None, typer.Option(help="Another shard folder; exit 1 unless both store the same states.")
+    ] = None,
+    sample: Annotated[int, typer.Option(help="Number of the sample to show as text.")] = 0,
+    target: Annotated[
+        str | None, typer.Option(help="Target whose tokenizer renders the sample, if it has moved.")
+    ] = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> int:
+    """Show what a shard folder or a target holds, or compare two shard folders."""
+    from specctl.recipes import inspect as recipe
+
+    reporter = StderrReporter(is_quiet=quiet)
+    if compare is not None:
+        compared = recipe.compare(path, compare, reporter)
+        if json:
+            show_json("inspect", compared.is_equal, compared)
+        else:
+            _show_comparison(compared)
+        return 0 if compared.is_equal else 1
+    report = recipe.inspect(path, reporter, sample=sample, target=target)
+    if json:
+        show_json("inspect", True, report)
+    elif isinstance(report, recipe.TargetReport):
+        _show_target(report)
+    else:
+        _show_folder(report)
+    return 0
+
+
+def _show_comparison(report: Any) -> None:
+    show_table(
+        ("slot", "agreement", "min cosine", "max difference"),
+        [
+            (m.slot, "bit-equal" if m.is_equal else "differs", f"{m.min_cosine:.7f}", f"{m.max_difference:.3g}")
+            for m in report.slots
+        ],
+    )
+    missing = f", {report.missing} only in one" if report.missing else ""
+    verdict = "equal" if report.is_equal else "different"
+    show_lines([f"{report.samples:,} samples in both{missing}: {verdict}"])
+
+
+def _show_target(report: Any) -> None:
+    fields = asdict(report)
+    fields["weights_bytes"] = human_bytes(report.weights_bytes)
+    fields["is_tied"] = "yes" if report.is_tied else "no"
+    fields["quantization"] = report.quantization or "none"
+    show_pairs({key.replace("_", " "): str(value) for key, value in fields.items()})
+
+
+def _show_folder(report: Any) -> None:
+    show_pairs(
+        {
+            "target": report.target,
+            "state": "complete" if report.is_complete else "unfinished: run its `specctl extract` again",
+            "samples": f"{report.samples:,}",
+            "tokens": f"{report.tokens:,}, {report.supervised_tokens:,} supervised",
+            "stored": f"{report.shards} {report.format} shards of {report.dtype}, {human_bytes(report.bytes)}",
+            "dropped": ", ".join(f"{reason} {count}" for reason, count in report.drops.items()) or "none",
+        }
+    )
+    show_lines([""])
+    rows = [(s.slot, f"{s.mean_norm:.4g}", f"{s.rms:.4g}", f"{s.max_abs:.4g}") for s in report.stats]
+    show_table(("slot", "mean norm", "rms", "max abs"), rows)
+    if report.sample is not None:
+        view = report.sample
+        show_lines(
+            ["", f"sample {view.sample_id}, {view.tokens} tokens, {view.supervised_tokens} supervised in >>> <<<", ""]
+        )
+        text = "".join(f">>>{text}<<<" if supervised else text for text, supervised in view.spans)
+        show_lines(text.splitlines())

@@ -1,0 +1,148 @@
+"""Recomputes stored states by another road and compares: the proof that a folder means what it says.
+
+The reference is the plain transformers forward of one unpadded sample with `output_hidden_states`, not
+the hooks that made the folder. Logits are rebuilt by the model's own head, with the stored state put
+where the head reads, so that soft caps and scales are the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from specctl.core.decoder import stream_of
+from specctl.core.target import LoadedTarget
+from specctl.errors import TargetError
+from specctl.records.layers import NORM
+from specctl.records.shard import SlotArray
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMatch:
+    """How well one slot agrees: worst cosine over tokens, largest absolute difference."""
+
+    slot: str
+    min_cosine: float
+    max_difference: float
+    is_equal: bool
+
+    def text(self) -> str:
+        """For a table cell."""
+        if self.is_equal:
+            return "bit-equal"
+        return f"cosine >= {self.min_cosine:.6f}, largest difference {self.max_difference:.3g}"
+
+
+def to_torch(states: SlotArray, dtype: str) -> torch.Tensor:
+    """A tensor from a store's array; bfloat16 comes as its uint16 bits."""
+    tensor = torch.from_numpy(states.copy())
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def match(slot: str, found: torch.Tensor, expected: torch.Tensor) -> SlotMatch:
+    """Compare [T, D] with [T, D], by the worst token, never the mean."""
+    a, b = found.double(), expected.double()
+    norms = a.norm(dim=-1) * b.norm(dim=-1)
+    cosine = torch.where(norms > 0, (a * b).sum(-1) / norms.clamp_min(1e-300), (a == b).all(-1).double())
+    return SlotMatch(slot, float(cosine.min()), float((a - b).abs().max()), bool(torch.equal(found, expected)))
+
+
+@torch.inference_mode()
+def reference_states(target: LoadedTarget, input_ids: torch.Tensor, slots: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Each slot [T, D] as plain transformers gives it, final-norm convention translated.
+
+    `hidden_states[b]` is boundary b for b < N and the normed state for b = N; boundary N itself is
+    not in that list and is left out.
+    """
+    output = target.decoder.caller(input_ids=input_ids[None].to(target.device), output_hidden_states=True)
+    hidden = getattr(output, "hidden_states", None)
+    if hidden is None:
+        return {}
+    num_layers = target.spec.num_layers
+    states = {}
+    for slot in slots:
+        index = num_layers if slot == NORM else int(slot)
+        if slot == NORM or index < num_layers:
+            states[slot] = hidden[index][0].cpu()
+    return states
+
+
+@torch.inference_mode()
+def logit_gaps(target: LoadedTarget, input_ids: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Mean absolute log-probability difference between the model's logits and those rebuilt from
+    the stored `norm` and, through the final norm, from the stored last boundary."""
+    ids = input_ids[None].to(target.device)
+    own = target.model(input_ids=ids).logits[0].float().log_softmax(-1)
+    gaps = {}
+    if NORM in states:
+        rebuilt = _logits_with(target, ids, states[NORM].to(target.device))
+        gaps[NORM] = float((rebuilt - own).abs().mean())
+    last = str(target.spec.num_layers)
+    if last in states:
+        norm = final_norm(target)
+        rebuilt = _logits_with(target, ids, stream_or_raise(norm(states[last].to(target.device)[None]))[0])
+        gaps["last"] = float((rebuilt - own).abs().mean())
+    return gaps
+
+
+@torch.inference_mode()
+def final_norm(target: LoadedTarget) -> Callable[[torch.Tensor], Any]:
+    """The module that takes the last boundary to what the head reads, found by running a probe.
+
+    Raises TargetError when no direct part of the decoder does that.
+    """
+    seen: list[tuple[nn.Module, torch.Tensor | None, torch.Tensor | None]] = []
+    last: dict[str, torch.Tensor] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.append((module, stream_of(args), stream_of(output)))
+
+    def note_last(_module: nn.Module, _args: Any, output: Any) -> None:
+        stream = stream_of(output)
+        assert stream is not None
+        last["out"] = stream.clone()
+
+    caller = target.decoder.caller
+    handles = [m.register_forward_hook(note) for m in caller.children() if m is not target.decoder.layers]
+    handles.append(target.decoder.layers[-1].register_forward_hook(note_last))
+    try:
+        output = caller(input_ids=torch.arange(1, 5, device=target.device)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    final = stream_or_raise(output)
+    for module, entered, left in seen:
+        if entered is not None and left is not None and torch.equal(left, final) and torch.equal(entered, last["out"]):
+            return module
+    if torch.equal(last["out"], final):
+        return nn.Identity()
+    raise TargetError(f"no part of `{type(caller).__name__}` takes the last layer's output to the head's input")
+
+
+def stream_or_raise(value: Any) -> torch.Tensor:
+    """The stream in a module's output. Raises TargetError when there is none."""
+    stream = stream_of(value)
+    if stream is None:
+        raise TargetError("the model returned no hidden states")
+    return stream
+
+
+def _logits_with(target: LoadedTarget, ids: torch.Tensor, final_TD: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [T, V] that the model's own head gives to the state put in its way."""
+
+    def replace(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (final_TD[None].to(args[0].dtype), *args[1:])
+
+    head = target.model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        raise TargetError(f"`{type(target.model).__name__}` names no output head")
+    handle = head.register_forward_pre_hook(replace)
+    try:
+        logits: torch.Tensor = target.model(input_ids=ids).logits[0]
+    finally:
+        handle.remove()
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,62 @@
+"""Which shards a run still has to make, given those that are there. Knows plans and manifests, no target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specctl import plugins
+from specctl.core.plan import PlannedShard, order, plan_shards
+from specctl.core.samples import Spool
+from specctl.records.sample import Sample
+from specctl.records.shard import ITEM_BYTES, SHARDS, Manifest
+
+
+def remaining_shards(
+    spool: Spool,
+    manifest: Manifest,
+    *,
+    folder: Path,
+    shard_tokens: int,
+    seed: int,
+    limit: int | None,
+) -> tuple[list[PlannedShard], int, int]:
+    """Shards to make, tokens already made, shards kept.
+
+    When every listed shard is one of the plan, the holes of the plan are filled. Otherwise (DATA, the
+    seed or the shard size changed) the samples that no shard holds are planned anew behind the last.
+    """
+    indices = order(spool, seed)[:limit]
+    planned = plan_shards(spool, indices, shard_tokens=shard_tokens)
+    listed = {entry.planned: entry for entry in manifest.shards}
+    by_print = {shard.fingerprint: shard for shard in planned}
+    done_tokens = sum(entry.tokens for entry in manifest.shards)
+    if all(p in by_print and int(Path(e.file).stem) == by_print[p].number for p, e in listed.items()):
+        return [s for s in planned if s.fingerprint not in listed], done_tokens, len(listed)
+    held = held_keys(folder, manifest)
+    rest = np.array([i for i in indices.tolist() if spool.keys[i].tobytes() not in held], np.int64)
+    first = 1 + max(int(Path(e.file).stem) for e in manifest.shards)
+    return plan_shards(spool, rest, shard_tokens=shard_tokens, first_number=first), done_tokens, len(listed)
+
+
+def held_keys(folder: Path, manifest: Manifest) -> set[bytes]:
+    """The keys of all samples that the folder's shards hold."""
+    store = plugins.load_store(manifest.settings["format"])
+    keys = set()
+    for entry in manifest.shards:
+        if not entry.rows:
+            continue
+        shard = store.open_shard(folder / SHARDS / entry.file, entry)
+        offsets, ids, mask = shard.offsets(), shard.input_ids(), shard.loss_mask()
+        for i, name in enumerate(shard.sample_ids):
+            rows = slice(int(offsets[i]), int(offsets[i + 1]))
+            keys.add(Sample(name, ids[rows], mask[rows], "").key())
+    return keys
+
+
+def bytes_per_token(settings: Mapping[str, Any]) -> int:
+    """Bytes that one token takes in all slots, uncompressed."""
+    return int(settings["hidden_size"]) * ITEM_BYTES[str(settings["dtype"])] * len(settings["slots"])

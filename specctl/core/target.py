@@ -1,0 +1,285 @@
+"""A target model: what its files say, its tokenizer, and its weights on a device.
+
+Knows folders, hub ids and GGUF files; does not know what is captured or how ranks are started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specctl.core import gguf
+from specctl.core.decoder import Decoder, find_decoder
+from specctl.core.device import DTYPES
+from specctl.errors import MachineError, NotSupportedError, SpecctlError, TargetError
+from specctl.records.target import TargetSpec
+
+TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*", "*.py"]
+BLOCK_BYTES = 4096
+BLOCKS_PER_FILE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """A target on a device: the whole LM (or this rank's part of it) and its decoder."""
+
+    spec: TargetSpec
+    model: nn.Module
+    decoder: Decoder
+    device: torch.device
+    dtype: torch.dtype
+
+
+def describe_target(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetSpec:
+    """What `name` (folder, hub id, GGUF file or folder with one) is, without loading weights.
+
+    A GGUF file is dequantised into the cache on first use. Raises TargetError.
+    """
+    _quiet()
+    folder, gguf_file = resolve(name, revision)
+    fingerprint = weights_fingerprint(folder, gguf_file)
+    if gguf_file is not None:
+        from huggingface_hub.constants import HF_HOME
+
+        folder = gguf.dequantize(folder / gguf_file, Path(HF_HOME) / "specctl" / "gguf", fingerprint)
+    raw = _read_config(folder)
+    config = _auto_config(folder, trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise NotSupportedError(
+            f"`{config.model_type}` is an encoder-decoder; specctl reads decoder-only language models",
+            where=str(folder),
+        )
+    prefix, text = text_settings(raw)
+    text_config = config.get_text_config()
+    weights = sum(p.stat().st_size for pattern in WEIGHT_PATTERNS for p in folder.glob(pattern))
+    return TargetSpec(
+        name=name,
+        path=str(folder),
+        revision=revision,
+        gguf_file=gguf_file,
+        architecture=(raw.get("architectures") or ["unknown"])[0],
+        model_type=str(raw.get("model_type", "unknown")),
+        text_prefix=prefix,
+        num_layers=_size(text, text_config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        hidden_size=_size(text, text_config, "hidden_size", "n_embd", "d_model", "dim"),
+        vocab_size=_size(text, text_config, "vocab_size"),
+        compute_dtype=_compute_dtype(raw, text),
+        quantization=(raw.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
+        or ("gguf" if gguf_file else None),
+        is_tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", text_config.tie_word_embeddings))),
+        config_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
+        weights_fingerprint=fingerprint,
+        weights_bytes=weights,
+    )
+
+
+def load_tokenizer(spec: TargetSpec, *, trust_remote_code: bool = False) -> Any:
+    """The target's tokenizer. Raises TargetError when the folder has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(spec.path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise TargetError(
+            f"the target has no tokenizer that transformers can load: {_first_line(error)}", where=spec.path
+        ) from error
+
+
+def empty_model(spec: TargetSpec, *, trust_remote_code: bool = False) -> nn.Module:
+    """The target's modules without storage, to learn its structure before weights load."""
+    _quiet()
+    config = _auto_config(Path(spec.path), trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = _auto_class(config, trust_remote_code).from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError, OSError, AttributeError, RuntimeError, TypeError) as error:
+        raise TargetError(f"cannot build `{spec.architecture}`: {_first_line(error)}", where=spec.path) from error
+    return model
+
+
+def load_target(
+    spec: TargetSpec,
+    *,
+    dtype: str,
+    device: torch.device,
+    distributed_config: Any = None,
+    trust_remote_code: bool = False,
+) -> LoadedTarget:
+    """The target's weights in `dtype` on `device`, or this rank's part under `distributed_config`.
+
+    Raises TargetError when tensors are missing: transformers would fill them with random values.
+    """
+    _quiet()
+    config = _auto_config(Path(spec.path), trust_remote_code)
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    if distributed_config is not None:
+        options["distributed_config"] = distributed_config
+    elif device.type != "cpu":
+        options["device_map"] = {"": device}
+    try:
+        model, info = _auto_class(config, trust_remote_code).from_pretrained(
+            spec.path, output_loading_info=True, **options
+        )
+    except torch.OutOfMemoryError as error:
+        raise MachineError(f"the target does not fit on {device}", where=spec.path, hint="use `--pp`") from error
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(error, SpecctlError):
+            raise
+        raise TargetError(f"cannot load the target's weights: {_first_line(error)}", where=spec.path) from error
+    _refuse_missing(info, spec, is_part=distributed_config is not None)
+    model.eval()
+    model.requires_grad_(False)
+    return LoadedTarget(spec, model, find_decoder(model, spec.num_layers), device, DTYPES[dtype])
+
+
+def text_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The part of a raw config that describes the text model, and the key it was under.
+
+    A null or absent nested config falls back to the flat fields. Source: NVIDIA-NeMo/Automodel#3071.
+    """
+    for key in TEXT_KEYS:
+        nested = config.get(key)
+        if isinstance(nested, Mapping) and nested:
+            inner, settings = text_settings(nested)
+            return (f"{key}.{inner}".rstrip("."), settings)
+    return "", config
+
+
+def resolve(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """The local folder of `name`, and the GGUF file in it when that is what it holds."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path.parent, path.name
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path, None
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return path, files[0].name
+        if files:
+            raise TargetError(
+                f"the folder holds {len(files)} GGUF files", where=str(path), hint=f"name one, as in {files[0]}"
+            )
+        raise TargetError("the folder has neither `config.json` nor a GGUF file", where=str(path))
+    if path.is_absolute() or name.startswith(".") or name.count("/") != 1 or path.exists():
+        raise TargetError(
+            f"`{name}` is neither a folder nor a hub id", hint="a hub id has the form owner/name; is the path right?"
+        )
+    return _fetch(name, revision), None
+
+
+def weights_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
+    """A hash of each weight file's name, size and 256 blocks spread over it.
+
+    Tells fine-tunes of one model apart in milliseconds; it is no proof against malice.
+    """
+    files = [folder / gguf_file] if gguf_file else sorted(p for g in WEIGHT_PATTERNS[:2] for p in folder.glob(g))
+    if not files:
+        raise TargetError("the folder holds no `*.safetensors` or `pytorch_model*.bin`", where=str(folder))
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name if not gguf_file else ''}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for i in range(BLOCKS_PER_FILE):
+                file.seek(size * i // BLOCKS_PER_FILE)
+                digest.update(file.read(BLOCK_BYTES))
+    return f"blocks-sha256:{digest.hexdigest()[:32]}"
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub's errors share no base class narrower than this
+        raise TargetError(
+            f"`{name}` is no local folder and could not be fetched from the hub: {_first_line(error)}",
+            hint="is the name right, and is the hub within reach? A private model needs HF_TOKEN",
+        ) from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no JSON object")
+        return raw
+    except (OSError, ValueError) as error:
+        raise TargetError(f"`config.json` cannot be read: {error}", where=str(folder)) from error
+
+
+def _auto_config(folder: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "code from the model's folder runs only with `--trust-remote-code`" if "remote" in str(error) else None
+        raise TargetError(
+            f"transformers cannot read `config.json`: {_first_line(error)}", where=str(folder), hint=hint
+        ) from error
+
+
+def _auto_class(config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    has_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if known or has_code or type(config) not in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _size(raw: Mapping[str, Any], config: Any, *keys: str) -> int:
+    for key in keys:
+        value = raw.get(key, getattr(config, key, None))
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise TargetError(f"`config.json` states no `{keys[0]}`")
+
+
+def _compute_dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The dtype of activations: the configured float, never a storage dtype like int8 or float8."""
+    for config in (text, raw):
+        for key in ("dtype", "torch_dtype"):
+            value = str(config.get(key) or "").removeprefix("torch.")
+            if value in DTYPES:
+                return value
+    return "bfloat16" if raw.get("quantization_config") else "float32"
+
+
+def _refuse_missing(info: Mapping[str, Any], spec: TargetSpec, *, is_part: bool) -> None:
+    missing = sorted(info.get("missing_keys") or ())
+    if missing and not is_part:
+        raise TargetError(
+            f"the checkpoint lacks {len(missing)} tensors that `{spec.architecture}` has, first `{missing[0]}`",
+            where=spec.path,
+            hint="they would be filled with random values; is the download complete?",
+        )
+    mismatched = sorted(str(m) for m in info.get("mismatched_keys") or ())
+    if mismatched:
+        raise TargetError(f"tensors have other shapes than the configuration: {mismatched[0]}", where=spec.path)
+
+
+def _quiet() -> None:
+    """transformers logs and draws bars on stderr, which is ours."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,390 @@
+"""The road from DATA to a shard folder: read, tokenise, plan, run, seal. Knows no torch.
+
+`extract` is one run or its continuation; `recipes/dryrun.py` says what it would do, `recipes/verify.py`
+proves a folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specctl import plugins
+from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.records.layers import parse_slots
+from specctl.records.progress import Reporter
+from specctl.records.provenance import versions
+from specctl.records.shard import SHARDS, Manifest, final_norm_applied
+from specctl.records.target import TargetSpec
+
+if TYPE_CHECKING:
+    from specctl.core.extraction import ExtractJob
+    from specctl.core.plan import PlannedShard
+    from specctl.core.samples import Spool, SpoolReport
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+CPU_BATCH_TOKENS = 2048
+GPU_BATCH_TOKENS = 16384
+MASK_POLICY = "assistant turns with their end-of-turn token"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractConfig:
+    """What `specctl extract` was asked. Field names are the flags' and the config file's."""
+
+    target: str
+    data: tuple[str, ...]
+    out: str
+    layers: str = "aux,norm"
+    dtype: str = "auto"
+    format: str = "safetensors"
+    compression: str | None = None
+    max_length: int = 2048
+    limit: int | None = None
+    seed: int = 0
+    batch_tokens: int | None = None
+    shard_mib: int = 256
+    chat_template: str | None = None
+    role_map: tuple[str, ...] = ()
+    revision: str | None = None
+    device: str = "auto"
+    pp: int = 1
+    tp: int = 1
+    allow_overflow: bool = False
+    trust_remote_code: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"`--dtype {self.dtype}` is not one of {', '.join(DTYPES)}")
+        allowed = plugins.load_store(self.format).COMPRESSIONS
+        if self.compression is not None and self.compression not in allowed:
+            raise UsageError(
+                f"`--compression {self.compression}` with `--format {self.format}`: it takes {' or '.join(allowed)}",
+                hint="`--format parquet` compresses" if "zstd" not in allowed else None,
+            )
+        least = {"max_length": 2, "limit": 1, "batch_tokens": 1, "shard_mib": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise UsageError(f"`--{name.replace('_', '-')} {value}` must be at least {bound}")
+        if not self.data:
+            raise UsageError("no DATA was given", hint="name one or more files, or `-` for standard input")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractReport:
+    """What a run left in the folder, and what this run did. Bytes are on disk; seconds are of this run."""
+
+    out: str
+    target: str
+    slots: tuple[str, ...]
+    dtype: str
+    format: str
+    rows: int
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    truncated: int
+    drops: Mapping[str, int]
+    shards: int
+    bytes: int
+    new_tokens: int
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the command line and the target's files decide before DATA is read."""
+
+    spec: TargetSpec
+    tokenizer: Any
+    template: str | None
+    settings: Mapping[str, Any]
+    batch_tokens: int
+
+
+def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
+    """Make or continue the shard folder; None on a torchrun rank that has nothing to report.
+
+    Raises SpecctlError for whatever the user or the machine can cause; the folder stays whole.
+    """
+    from specctl.core import parallel
+
+    parallel.check_sizes(config.pp, config.tp)
+    world = parallel.torchrun_world(config.pp, config.tp)
+    if world is not None and world.rank != 0:
+        job = world.receive("job")
+        if isinstance(job, SpecctlError):
+            raise job
+        if job is not None:
+            parallel.run_in_world(world, job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
+        return None
+    try:
+        return _lead(config, reporter, world)
+    except SpecctlError as error:
+        if world is not None:
+            world.share("job", error)
+        raise
+
+
+def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractReport:
+    from specctl.core import folder as folders
+    from specctl.core import parallel
+
+    began = time.monotonic()
+    setup = set_up(config, reporter, world.size if world is not None else None)
+    out = Path(config.out)
+    with folders.held(out, overwrite=config.overwrite):
+        manifest = folders.begin(out, Manifest(settings=setup.settings, provenance=_provenance(config, setup.spec)))
+        with _spool_folder(out / folders.PREPARED) as prepared:
+            read = read_data(config, setup, prepared, reporter)
+            job, kept = _job(config, setup, prepared, manifest, reporter)
+            new_tokens = sum(s.num_tokens for s in job.shards)
+            try:
+                if job.shards:
+                    _run(job, config, world, reporter)
+                elif world is not None:
+                    world.share("job", None)
+            except KeyboardInterrupt:
+                done = len(folders.read_manifest(out).shards)
+                raise parallel.interrupted(done, len(job.shards) + kept) from None
+            finally:
+                _remove_temporaries(out)
+        _seal(out, read)
+    return _report(config, out, new_tokens, time.monotonic() - began, reporter)
+
+
+def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) -> Setup:
+    """Everything that can be refused before DATA is read or weights load."""
+    from specctl.core import chat, split
+    from specctl.core.device import is_gpu, pick_device
+    from specctl.core.target import describe_target, load_tokenizer
+
+    spec = describe_target(config.target, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    slots = parse_slots(config.layers, spec.num_layers)
+    note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
+    if note:
+        reporter.note(note)
+    on_gpu = is_gpu(pick_device(config.device)) if config.pp * config.tp == 1 and world_size is None else None
+    if on_gpu is None:
+        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and is_gpu(pick_device("auto")))
+    tokenizer = load_tokenizer(spec, trust_remote_code=config.trust_remote_code)
+    template = chat.effective_template(tokenizer, config.chat_template)
+    dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
+    store = plugins.load_store(config.format)
+    settings = {
+        "target_config": spec.config_hash,
+        "target_weights": spec.weights_fingerprint,
+        "architecture": spec.architecture,
+        "quantization": spec.quantization,
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "tokenizer": chat.tokenizer_hash(tokenizer),
+        "chat_template": chat.template_hash(template),
+        "mask_policy": MASK_POLICY,
+        "max_length": config.max_length,
+        "dtype": dtype,
+        "slots": list(slots),
+        "final_norm_applied": final_norm_applied(slots),
+        "format": config.format,
+        "compression": config.compression or store.COMPRESSIONS[0],
+    }
+    default = GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
+    return Setup(spec, tokenizer, template, settings, config.batch_tokens or default)
+
+
+def read_data(config: ExtractConfig, setup: Setup, folder: Path, reporter: Reporter) -> SpoolReport:
+    """Tokenise DATA into the spool. Raises DataError when no sample is kept."""
+    from specctl.core import chat
+    from specctl.core import folder as folders
+    from specctl.core.samples import fill_spool
+
+    samples = chat.samples(
+        config.data,
+        setup.tokenizer,
+        template=setup.template,
+        max_length=config.max_length,
+        role_map=role_map(config.role_map),
+        vocab_size=setup.spec.vocab_size,
+    )
+    try:
+        read = fill_spool(folder, samples, reporter)
+    except OSError as error:
+        raise folders.cannot_write(folder, error) from error
+    if not read.samples:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in read.drops.items())
+        raise DataError(
+            f"all {read.rows} rows were dropped: {reasons}" if read.rows else "DATA has no rows",
+            where=", ".join(config.data),
+            hint="first: " + read.first_drops[0] if read.first_drops else None,
+        )
+    if read.drops:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in read.drops.items())
+        reporter.warn(f"dropped {sum(read.drops.values())} of {read.rows} rows: {reasons}; {read.first_drops[0]}")
+    return read
+
+
+def _job(
+    config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest, reporter: Reporter
+) -> tuple[ExtractJob, int]:
+    """The shards still to make, and how many of the folder's are kept."""
+    from specctl.core.extraction import ExtractJob
+    from specctl.core.samples import open_spool
+
+    spool = open_spool(prepared)
+    shards, done_tokens, kept = remaining(config, setup, spool, manifest)
+    _require_space(config, setup, sum(s.num_tokens for s in shards))
+    if kept:
+        what = "nothing is left to do" if not shards else f"{len(shards)} to go"
+        reporter.note(f"{kept} shards are there already, {what}")
+    job = ExtractJob(
+        spec=setup.spec,
+        folder=Path(config.out),
+        spool=prepared,
+        shards=tuple(shards),
+        slots=tuple(setup.settings["slots"]),
+        dtype=str(setup.settings["dtype"]),
+        device=config.device,
+        format=config.format,
+        compression=str(setup.settings["compression"]),
+        batch_tokens=setup.batch_tokens,
+        allow_overflow=config.allow_overflow,
+        trust_remote_code=config.trust_remote_code,
+        tokens_before=done_tokens,
+    )
+    return job, kept
+
+
+def remaining(
+    config: ExtractConfig, setup: Setup, spool: Spool, manifest: Manifest
+) -> tuple[list[PlannedShard], int, int]:
+    """Shards to make, tokens already made, shards kept."""
+    from specctl.core.resume import bytes_per_token, remaining_shards
+
+    per_shard = config.shard_mib * 2**20 // bytes_per_token(setup.settings)
+    return remaining_shards(
+        spool,
+        manifest,
+        folder=Path(config.out),
+        shard_tokens=max(per_shard, setup.batch_tokens),
+        seed=config.seed,
+        limit=config.limit,
+    )
+
+
+def role_map(pairs: Sequence[str]) -> dict[str, str]:
+    """`name=role` pairs as a mapping. Raises UsageError for another form."""
+    mapped = {}
+    for pair in pairs:
+        name, separator, role = pair.partition("=")
+        if not separator or role not in ("system", "user", "assistant", "tool"):
+            raise UsageError(
+                f"`--role-map {pair}` must be NAME=ROLE", hint="ROLE is one of system, user, assistant, tool"
+            )
+        mapped[name] = role
+    return mapped
+
+
+def _require_space(config: ExtractConfig, setup: Setup, tokens: int) -> None:
+    from specctl.core.resume import bytes_per_token
+    from specctl.core.shardfile import require_space
+
+    needed = tokens * bytes_per_token(setup.settings)
+    if setup.settings["compression"] == "zstd":
+        needed = needed * 6 // 10  # what compresses best in practice; the writer finds out the rest
+    require_space(Path(config.out), needed, shutil.disk_usage(config.out).free)
+
+
+def _run(job: ExtractJob, config: ExtractConfig, world: Any, reporter: Reporter) -> None:
+    from specctl.core import parallel
+
+    if world is None:
+        parallel.run_local(job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
+        return
+    world.share("job", job)
+    parallel.run_in_world(world, job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
+
+
+def _seal(out: Path, read: SpoolReport) -> None:
+    """Mark the manifest complete, with the counts that a reader wants, and write the token counts."""
+    from specctl.core import folder as folders
+    from specctl.core.counts import write_token_counts
+
+    manifest = folders.read_manifest(out)
+    samples = sum(entry.rows for entry in manifest.shards)
+    if not samples:
+        first = manifest.dropped_samples[0]
+        raise DataError(f"all samples were dropped: `{first.sample_id}` had {first.reason}", where=str(out))
+    counts = {
+        "rows": read.rows,
+        "samples": samples,
+        "tokens": sum(entry.tokens for entry in manifest.shards),
+        "supervised_tokens": sum(entry.supervised_tokens for entry in manifest.shards),
+        "truncated": read.truncated,
+    }
+    drops = dict(read.drops) | ({"non_finite": len(manifest.dropped_samples)} if manifest.dropped_samples else {})
+    try:
+        write_token_counts(out, manifest)
+        folders.write_manifest(out, replace(manifest, counts=counts, drops=drops, is_complete=True))
+        (out / folders.MANIFEST_LOCK).unlink(missing_ok=True)
+    except OSError as error:
+        raise folders.cannot_write(out, error) from error
+
+
+def _report(config: ExtractConfig, out: Path, new_tokens: int, seconds: float, reporter: Reporter) -> ExtractReport:
+    from specctl.core import folder as folders
+
+    manifest = folders.read_manifest(out)
+    for drop in manifest.dropped_samples[:3]:
+        reporter.warn(f"dropped sample `{drop.sample_id}`: {drop.reason}")
+    counts = manifest.counts
+    return ExtractReport(
+        out=config.out,
+        target=config.target,
+        slots=manifest.slots,
+        dtype=manifest.settings["dtype"],
+        format=config.format,
+        rows=counts["rows"],
+        samples=counts["samples"],
+        tokens=counts["tokens"],
+        supervised_tokens=counts["supervised_tokens"],
+        truncated=counts["truncated"],
+        drops=manifest.drops,
+        shards=len(manifest.shards),
+        bytes=sum(entry.bytes for entry in manifest.shards),
+        new_tokens=new_tokens,
+        seconds=round(seconds, 3),
+        tokens_per_s=round(new_tokens / seconds, 1),
+    )
+
+
+def _provenance(config: ExtractConfig, spec: TargetSpec) -> dict[str, Any]:
+    return {
+        "target": spec.name,
+        "revision": spec.revision,
+        "data": list(config.data),
+        "seed": config.seed,
+        "limit": config.limit,
+        "versions": versions(),
+    }
+
+
+@contextmanager
+def _spool_folder(folder: Path) -> Iterator[Path]:
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_temporaries(out: Path) -> None:
+    for path in (out / SHARDS).glob(".*"):
+        path.unlink(missing_ok=True)
