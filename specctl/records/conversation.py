@@ -23,13 +23,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order, merged where one role spoke twice in a row."""
+    """Turns in order. `is_cut` says that the last answer stopped at a token limit, not at its end.
+
+    A role that speaks twice in a row is merged; MT-Bench `turns` stay apart, to be asked one by one.
+    """
 
     turns: Sequence[Turn]
     where: str
     row_id: str | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     category: str | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
