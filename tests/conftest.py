@@ -48,7 +48,7 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-WORDS = "the tide comes in at noon and the boats go out with it to fish for cod in the cold grey sea".split()
+WORDS = ["the", "tide", "comes", "in", "at", "noon", "and", "boats", "go", "out", "with", "it", "to", "fish"]
 
 
 def chat_rows(count: int, seed: int = 0) -> list[dict[str, object]]:

@@ -84,7 +84,7 @@ def extract(
     reporter = StderrReporter(is_quiet=quiet)
     if verify is not None:
         return _verify(context, verify, target, data, reporter, is_json=json)
-    from specctl.recipes.extract import ExtractConfig
+    from specctl.records.extraction import ExtractConfig
 
     flags: dict[str, Any] = {
         name: value

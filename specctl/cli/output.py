@@ -14,7 +14,7 @@ from specctl.errors import EXIT_BUG, SpecctlError
 
 def show_json(command: str, ok: bool, report: Any) -> None:
     """One JSON object on stdout; field names are those of the report's dataclass."""
-    body = dataclasses.asdict(report) if dataclasses.is_dataclass(report) else report
+    body = dataclasses.asdict(report) if dataclasses.is_dataclass(report) and not isinstance(report, type) else report
     record = {"specctl": __version__, "command": command, "ok": ok, "report": body}
     _write(json.dumps(record, ensure_ascii=False, default=str))
 

@@ -18,7 +18,8 @@ class StderrReporter:
         self._is_quiet = is_quiet
         self._bar: Progress | None = None
         self._bar_task: TaskID | None = None
-        self._task, self._unit, self._total = "", "", None
+        self._task, self._unit = "", ""
+        self._total: int | None = None
         self._began = self._last_line = 0.0
         self._done = self._before = 0
 

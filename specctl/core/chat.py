@@ -189,7 +189,7 @@ def _from_chat(row: Conversation, encoder: _Encoder) -> Sample | Dropped:
     return _finished(row, ids, mask, encoder)
 
 
-def _without_end(text: str, spans: Sequence[Span], answer: str) -> tuple[str, Sequence[Span]]:
+def _without_end(text: str, spans: Sequence[Span], answer: str) -> tuple[str, list[Span]]:
     """The render up to the last word of a cut answer: the target never said that it ended there.
 
     Source: vllm-project/speculators#835.

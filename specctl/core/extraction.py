@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class ExtractJob:
                     batches = plan_batches(spool, shard, batch_tokens=self.batch_tokens)
                     following = shards[turn + 1] if turn + 1 < len(shards) else None
                     after = plan_batches(spool, following, batch_tokens=self.batch_tokens)[:1] if following else []
-                    for batch, coming in zip(batches, [*batches[1:], *(after or [None])], strict=True):
+                    for batch, coming in zip_longest(batches, [*batches[1:], *after]):
                         stage.run(spool, batch, states, coming=coming)
                         reporter.advance(batch.end - batch.begin)
                     synchronize(target.device)

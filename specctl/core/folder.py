@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,8 @@ TOKEN_COUNTS: Final = "token_counts.safetensors"
 LOCK: Final = ".lock"
 MANIFEST_LOCK: Final = ".manifest.lock"
 PREPARED: Final = ".prepared"
-_OURS: Final = (MANIFEST, SHARDS, TOKEN_COUNTS, LOCK, MANIFEST_LOCK, PREPARED)
+_BEFORE_MANIFEST: Final = (SHARDS, LOCK, f".{MANIFEST}.tmp")
+"""What a run that was killed before it wrote a manifest may have left; `shards` is empty then."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -93,7 +95,8 @@ def held(folder: Path, *, overwrite: bool) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
+        _refuse_stranger(folder)
+        lock = (folder / LOCK).open("a")
     except OSError as error:
         raise cannot_write(folder, error) from error
     with lock:
@@ -110,21 +113,44 @@ def held(folder: Path, *, overwrite: bool) -> Iterator[None]:
         yield
 
 
-def _clean(folder: Path, *, overwrite: bool) -> None:
-    """Remove what a killed run left; with `overwrite` all that is ours. Never a stranger's file."""
-    foreign = sorted(p.name for p in folder.iterdir() if p.name not in _OURS and not p.name.startswith(f".{MANIFEST}"))
-    if foreign and not (folder / MANIFEST).exists():
-        (folder / LOCK).unlink(missing_ok=True)
+def _refuse_stranger(folder: Path) -> None:
+    """Raises ShardError when `folder` holds something and no manifest of ours. Touches nothing."""
+    if (folder / MANIFEST).exists():
+        _refuse_strange_manifest(folder)
+        return
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in _BEFORE_MANIFEST)
+    if (folder / SHARDS).exists():
+        foreign += sorted(f"{SHARDS}/{p.name}" for p in (folder / SHARDS).iterdir())
+    if foreign:
         raise ShardError(
             f"the folder holds `{foreign[0]}` and no manifest of specctl",
             where=str(folder),
             hint="choose an empty or new folder for `--out`",
         )
-    if overwrite:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        (folder / TOKEN_COUNTS).unlink(missing_ok=True)
-        shutil.rmtree(folder / SHARDS, ignore_errors=True)
+
+
+def _refuse_strange_manifest(folder: Path) -> None:
+    """Many tools write a `manifest.json`; what lies beside theirs is not ours to delete."""
+    try:
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        is_ours = {"format_version", "settings", "shards"} <= set(data)
+    except (ValueError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ShardError(
+            f"`{MANIFEST}` is not one of specctl", where=str(folder), hint="choose an empty or new folder for `--out`"
+        )
+
+
+def _clean(folder: Path, *, overwrite: bool) -> None:
+    """Remove what a killed run left; with `overwrite` all that is ours. Never a stranger's file."""
     shards = folder / SHARDS
+    if overwrite:
+        # The manifest goes last: without it, what a kill leaves here would be a stranger's.
+        if shards.exists():
+            shutil.rmtree(shards)
+        (folder / TOKEN_COUNTS).unlink(missing_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
     shards.mkdir(exist_ok=True)
     shutil.rmtree(folder / PREPARED, ignore_errors=True)
     for path in [*folder.glob(".*.tmp"), *shards.glob(".*")]:
@@ -134,11 +160,18 @@ def _clean(folder: Path, *, overwrite: bool) -> None:
 def begin(folder: Path, manifest: Manifest) -> Manifest:
     """The manifest to continue from: the one in `folder` when its settings are those of `manifest`.
 
-    Raises SettingsChangedError listing every differing setting, ShardError when a listed shard is
-    missing or has another size. Removes shards that the manifest does not list.
+    Raises SettingsChangedError listing every differing setting, ShardError when a listed shard has
+    another size, MachineError when the folder cannot be written. A listed shard that is missing is
+    no longer listed; a shard that the manifest does not list is removed.
     """
+    try:
+        return _begin(folder, manifest)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+def _begin(folder: Path, manifest: Manifest) -> Manifest:
     if not (folder / MANIFEST).exists():
-        _remove_unlisted(folder, ())
         write_manifest(folder, manifest)
         return manifest
     old = read_manifest(folder)
@@ -159,7 +192,13 @@ def begin(folder: Path, manifest: Manifest) -> Manifest:
                 hint="delete this file and run the same command again; it makes only what is missing",
             )
     _remove_unlisted(folder, kept)
-    return replace(old, shards=kept)
+    if len(kept) == len(old.shards):
+        return old
+    files = {entry.file for entry in kept}
+    drops = tuple(drop for drop in old.dropped_samples if drop.shard in files)
+    left = replace(old, shards=kept, dropped_samples=drops, is_complete=False)
+    write_manifest(folder, left)
+    return left
 
 
 def _remove_unlisted(folder: Path, listed: Sequence[ShardEntry]) -> None:
@@ -181,6 +220,7 @@ def add_shard(folder: Path, entry: ShardEntry, dropped: Iterable[DroppedSample],
                 old,
                 shards=tuple(sorted([*others, entry], key=lambda e: e.file)),
                 dropped_samples=tuple(sorted(drops, key=lambda d: (d.shard, d.sample_id))),
+                is_complete=False,
             ),
         )
 

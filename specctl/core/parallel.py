@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from specctl.core.device import distributed_backend, pick_device
 from specctl.errors import InterruptedRun, MachineError, NotSupportedError, SpecctlError, UsageError
@@ -115,7 +117,7 @@ def torchrun_world(pp: int, tp: int) -> World | None:
             f"torchrun started {size} ranks, which is no multiple of pp x tp = {pp * tp}",
             hint="ranks beyond pp x tp are replicas that split the samples",
         )
-    store, rank, _size = next(iter(dist.rendezvous("env://", timeout=WAIT)))
+    store, rank, _size = next(iter(rendezvous("env://", timeout=WAIT)))
     return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
 
 
@@ -129,7 +131,7 @@ def run_in_world(world: World, job: Job, *, pp: int, tp: int, device: str, repor
     """Run `job` as one rank of torchrun's world."""
     placement = place(world.rank, world.size, world.local_rank, pp=pp, tp=tp)
     is_talker = placement.replica == 0 and placement.is_lead
-    _enter_group(dist.PrefixStore(f"replica{placement.replica}", world.store), placement, device)
+    _enter_group(PrefixStore(f"replica{placement.replica}", world.store), placement, device)
     try:
         job(placement, reporter if is_talker else SilentReporter())
         world.share(f"done{world.rank}", True)
@@ -255,7 +257,7 @@ def _rank_main(
     placement = place(rank, pp * tp, rank, pp=pp, tp=tp)
     reporter: Reporter = ForwardingReporter(send) if placement.is_lead else SilentReporter()
     try:
-        _enter_group(dist.FileStore(store_path, pp * tp), placement, device)
+        _enter_group(FileStore(store_path, pp * tp), placement, device)
         job(placement, reporter)
         _leave_group()
     except SpecctlError as error:

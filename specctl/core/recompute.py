@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,6 +36,18 @@ class SlotMatch:
         if self.is_equal:
             return "bit-equal"
         return f"cosine >= {self.min_cosine:.6f}, largest difference {self.max_difference:.3g}"
+
+
+def worse(first: SlotMatch | None, second: SlotMatch) -> SlotMatch:
+    """What holds over both of one slot: the smaller cosine, the larger difference, NaN before all."""
+    if first is None:
+        return second
+    return SlotMatch(
+        second.slot,
+        float(np.minimum(first.min_cosine, second.min_cosine)),
+        float(np.maximum(first.max_difference, second.max_difference)),
+        first.is_equal and second.is_equal,
+    )
 
 
 def to_torch(states: SlotArray, dtype: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,9 @@ def fill_spool(folder: Path, samples: Iterable[Sample | Dropped], reporter: Repo
         for sample in samples:
             rows += 1
             reporter.advance(1)
+            if not isinstance(sample, Dropped) and sample.sample_id.endswith("\0"):
+                # Shards pad ids with NUL: read back, the id would be another one.
+                sample = replace(sample, sample_id=sample.sample_id.rstrip("\0"))
             key = b"" if isinstance(sample, Dropped) else sample.key()
             if isinstance(sample, Dropped) or key in seen:
                 dropped = sample if isinstance(sample, Dropped) else Dropped(sample.where, "duplicate")

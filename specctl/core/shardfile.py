@@ -23,8 +23,11 @@ from specctl.core.samples import Spool
 from specctl.errors import InputError, MachineError
 from specctl.records.shard import SHARDS, DroppedSample, ShardEntry, ShardLayout, SlotArray
 
-BITS = {"bfloat16": (np.uint16, 0x7FFF, 0x7F80), "float16": (np.uint16, 0x7FFF, 0x7C00)}
-FLOAT32_BITS = (np.uint32, 0x7FFFFFFF, 0x7F800000)
+BITS: Mapping[str, tuple[Any, int, int]] = {
+    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
+    "float16": (np.uint16, 0x7FFF, 0x7C00),
+}
+FLOAT32_BITS: tuple[Any, int, int] = (np.uint32, 0x7FFFFFFF, 0x7F800000)
 ROWS_AT_ONCE = 2048
 
 

@@ -24,6 +24,7 @@ from specctl.records.target import TargetSpec
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*", "*.py"]
+_LOADER_ERRORS = (OSError, ValueError, ImportError, LookupError, RuntimeError, TypeError, AttributeError)
 BLOCK_BYTES = 4096
 BLOCKS_PER_FILE = 256
 
@@ -122,6 +123,8 @@ def load_target(
     """
     _quiet()
     config = _auto_config(Path(spec.path), trust_remote_code)
+    from safetensors import SafetensorError
+
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
@@ -133,7 +136,16 @@ def load_target(
         )
     except torch.OutOfMemoryError as error:
         raise MachineError(f"the target does not fit on {device}", where=spec.path, hint="use `--pp`") from error
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         if isinstance(error, SpecctlError):
             raise
         raise TargetError(f"cannot load the target's weights: {_first_line(error)}", where=spec.path) from error

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specctl.errors import NotSupportedError, SettingsChangedError
-from specctl.recipes.extract import ExtractConfig, Setup, read_data, remaining, set_up
+from specctl.recipes.extract import Setup, read_data, remaining, set_up
+from specctl.records.extraction import ExtractConfig
 from specctl.records.progress import Reporter
 from specctl.records.shard import MANIFEST, Manifest, differing_settings
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import plugins
 from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.records.extraction import ExtractConfig, ExtractReport, role_map
 from specctl.records.layers import parse_slots
 from specctl.records.progress import Reporter
 from specctl.records.provenance import versions
@@ -27,76 +28,9 @@ if TYPE_CHECKING:
     from specctl.core.plan import PlannedShard
     from specctl.core.samples import Spool, SpoolReport
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
 MASK_POLICY = "assistant turns with their end-of-turn token"
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractConfig:
-    """What `specctl extract` was asked. Field names are the flags' and the config file's."""
-
-    target: str
-    data: tuple[str, ...]
-    out: str
-    layers: str = "aux,norm"
-    dtype: str = "auto"
-    format: str = "safetensors"
-    compression: str | None = None
-    max_length: int = 2048
-    limit: int | None = None
-    seed: int = 0
-    batch_tokens: int | None = None
-    shard_mib: int = 256
-    chat_template: str | None = None
-    role_map: tuple[str, ...] = ()
-    revision: str | None = None
-    device: str = "auto"
-    pp: int = 1
-    tp: int = 1
-    allow_overflow: bool = False
-    trust_remote_code: bool = False
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UsageError(f"`--dtype {self.dtype}` is not one of {', '.join(DTYPES)}")
-        allowed = plugins.load_store(self.format).COMPRESSIONS
-        if self.compression is not None and self.compression not in allowed:
-            raise UsageError(
-                f"`--compression {self.compression}` with `--format {self.format}`: it takes {' or '.join(allowed)}",
-                hint="`--format parquet` compresses" if "zstd" not in allowed else None,
-            )
-        least = {"max_length": 2, "limit": 1, "batch_tokens": 1, "shard_mib": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise UsageError(f"`--{name.replace('_', '-')} {value}` must be at least {bound}")
-        if not self.data:
-            raise UsageError("no DATA was given", hint="name one or more files, or `-` for standard input")
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractReport:
-    """What a run left in the folder, and what this run did. Bytes are on disk; seconds are of this run."""
-
-    out: str
-    target: str
-    slots: tuple[str, ...]
-    dtype: str
-    format: str
-    rows: int
-    samples: int
-    tokens: int
-    supervised_tokens: int
-    truncated: int
-    drops: Mapping[str, int]
-    shards: int
-    bytes: int
-    new_tokens: int
-    seconds: float
-    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +71,7 @@ def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
 def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractReport:
     from specctl.core import folder as folders
     from specctl.core import parallel
+    from specctl.core.counts import seal
 
     began = time.monotonic()
     setup = set_up(config, reporter, world.size if world is not None else None)
@@ -157,7 +92,7 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
                 raise parallel.interrupted(done, len(job.shards) + kept) from None
             finally:
                 _remove_temporaries(out)
-        _seal(out, read)
+        seal(out, read)
     return _report(config, out, new_tokens, time.monotonic() - began, reporter)
 
 
@@ -167,6 +102,7 @@ def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) ->
     from specctl.core.device import is_gpu, pick_device
     from specctl.core.target import describe_target, load_tokenizer
 
+    packing = compression(config)
     spec = describe_target(config.target, revision=config.revision, trust_remote_code=config.trust_remote_code)
     slots = parse_slots(config.layers, spec.num_layers)
     note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
@@ -178,7 +114,6 @@ def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) ->
     tokenizer = load_tokenizer(spec, trust_remote_code=config.trust_remote_code)
     template = chat.effective_template(tokenizer, config.chat_template)
     dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
-    store = plugins.load_store(config.format)
     settings = {
         "target_config": spec.config_hash,
         "target_weights": spec.weights_fingerprint,
@@ -195,10 +130,21 @@ def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) ->
         "slots": list(slots),
         "final_norm_applied": final_norm_applied(slots),
         "format": config.format,
-        "compression": config.compression or store.COMPRESSIONS[0],
+        "compression": packing,
     }
     default = GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
     return Setup(spec, tokenizer, template, settings, config.batch_tokens or default)
+
+
+def compression(config: ExtractConfig) -> str:
+    """The compression asked for, or the container's own. Raises UsageError for one it does not have."""
+    allowed = plugins.load_store(config.format).COMPRESSIONS
+    if config.compression is not None and config.compression not in allowed:
+        raise UsageError(
+            f"`--compression {config.compression}` with `--format {config.format}`: it takes {' or '.join(allowed)}",
+            hint="`--format parquet` compresses" if "zstd" not in allowed else None,
+        )
+    return config.compression or allowed[0]
 
 
 def read_data(config: ExtractConfig, setup: Setup, folder: Path, reporter: Reporter) -> SpoolReport:
@@ -280,19 +226,6 @@ def remaining(
     )
 
 
-def role_map(pairs: Sequence[str]) -> dict[str, str]:
-    """`name=role` pairs as a mapping. Raises UsageError for another form."""
-    mapped = {}
-    for pair in pairs:
-        name, separator, role = pair.partition("=")
-        if not separator or role not in ("system", "user", "assistant", "tool"):
-            raise UsageError(
-                f"`--role-map {pair}` must be NAME=ROLE", hint="ROLE is one of system, user, assistant, tool"
-            )
-        mapped[name] = role
-    return mapped
-
-
 def _require_space(config: ExtractConfig, setup: Setup, tokens: int) -> None:
     from specctl.core.resume import bytes_per_token
     from specctl.core.shardfile import require_space
@@ -311,32 +244,6 @@ def _run(job: ExtractJob, config: ExtractConfig, world: Any, reporter: Reporter)
         return
     world.share("job", job)
     parallel.run_in_world(world, job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
-
-
-def _seal(out: Path, read: SpoolReport) -> None:
-    """Mark the manifest complete, with the counts that a reader wants, and write the token counts."""
-    from specctl.core import folder as folders
-    from specctl.core.counts import write_token_counts
-
-    manifest = folders.read_manifest(out)
-    samples = sum(entry.rows for entry in manifest.shards)
-    if not samples:
-        first = manifest.dropped_samples[0]
-        raise DataError(f"all samples were dropped: `{first.sample_id}` had {first.reason}", where=str(out))
-    counts = {
-        "rows": read.rows,
-        "samples": samples,
-        "tokens": sum(entry.tokens for entry in manifest.shards),
-        "supervised_tokens": sum(entry.supervised_tokens for entry in manifest.shards),
-        "truncated": read.truncated,
-    }
-    drops = dict(read.drops) | ({"non_finite": len(manifest.dropped_samples)} if manifest.dropped_samples else {})
-    try:
-        write_token_counts(out, manifest)
-        folders.write_manifest(out, replace(manifest, counts=counts, drops=drops, is_complete=True))
-        (out / folders.MANIFEST_LOCK).unlink(missing_ok=True)
-    except OSError as error:
-        raise folders.cannot_write(out, error) from error
 
 
 def _report(config: ExtractConfig, out: Path, new_tokens: int, seconds: float, reporter: Reporter) -> ExtractReport:

@@ -120,7 +120,7 @@ def compare(path: str, other: str, reporter: Reporter) -> CompareReport:
 def _compare(path: Path, left: Manifest, other: Path, right: Manifest, reporter: Reporter) -> CompareReport:
     import numpy as np
 
-    from specctl.core.recompute import match, to_torch
+    from specctl.core.recompute import match, to_torch, worse
 
     dtype = str(left.settings["dtype"])
     places = dict(_places(other, right))
@@ -140,15 +140,8 @@ def _compare(path: Path, left: Manifest, other: Path, right: Manifest, reporter:
         mine, theirs = opened[1]
         for slot in left.slots:
             a, b = mine[slot][rows], theirs[slot][other_rows]
-            if np.array_equal(a, b) and slot in worst:
-                continue
-            found = match(slot, to_torch(a, dtype), to_torch(b, dtype))
-            if (
-                slot not in worst
-                or (worst[slot].is_equal and not found.is_equal)
-                or (not found.is_equal and found.min_cosine < worst[slot].min_cosine)
-            ):
-                worst[slot] = found
+            if slot not in worst or not np.array_equal(a, b):
+                worst[slot] = worse(worst.get(slot), match(slot, to_torch(a, dtype), to_torch(b, dtype)))
         reporter.advance(rows.stop - rows.start)
     reporter.stop()
     matches = tuple(worst[s] for s in left.slots if s in worst)

@@ -96,10 +96,10 @@ def shard_faults(folder: Path, entry: ShardEntry, manifest: Manifest) -> Iterato
     path = folder / SHARDS / entry.file
     try:
         shard = plugins.load_store(manifest.settings["format"]).open_shard(path, entry)
-        offsets, mask = shard.offsets(), shard.loss_mask()
         if sha256(path) != entry.checksum:
             yield f"{entry.file}: the checksum differs from the manifest's, the content has changed"
             return
+        offsets, mask = shard.offsets(), shard.loss_mask()
         counts = (len(shard.sample_ids), int(offsets[-1]), int(mask.sum()))
         listed = (entry.rows, entry.tokens, entry.supervised_tokens)
         if counts != listed or shard.layout.slots != manifest.slots:
@@ -128,7 +128,7 @@ def _recompute(
     import torch as _torch  # noqa: F401  (loaded here so that a check without a target stays light)
 
     from specctl.core.device import pick_device
-    from specctl.core.recompute import logit_gaps, match, reference_states, to_torch
+    from specctl.core.recompute import logit_gaps, match, reference_states, to_torch, worse
     from specctl.core.target import describe_target, load_target
 
     spec = describe_target(name, trust_remote_code=config.trust_remote_code)
@@ -150,9 +150,7 @@ def _recompute(
         tokens = to_torch(ids, "int32").long()
         states = {slot: to_torch(array, dtype) for slot, array in stored.items()}
         for slot, expected in reference_states(target, tokens, manifest.slots).items():
-            found = match(slot, states[slot], expected)
-            if slot not in worst or found.min_cosine < worst[slot].min_cosine:
-                worst[slot] = found
+            worst[slot] = worse(worst.get(slot), match(slot, states[slot], expected))
         for key, gap in logit_gaps(target, tokens, states).items():
             gaps[key] = max(gap, gaps.get(key, 0.0))
         reporter.advance(1)
@@ -182,7 +180,7 @@ def _spread(folder: Path, manifest: Manifest, count: int) -> Iterator[tuple[Any,
 
 def _recompute_faults(matches: tuple[SlotMatch, ...], gaps: Mapping[str, float], dtype: str) -> Iterator[str]:
     for found in matches:
-        if found.min_cosine < MIN_COSINE[dtype]:
+        if not found.min_cosine >= MIN_COSINE[dtype]:  # so that NaN fails too
             yield f"slot {found.slot} is not what the target gives: {found.text()}"
     for name, gap in gaps.items():
         if not gap < MAX_LOGIT_GAP[dtype]:
