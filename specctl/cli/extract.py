@@ -33,7 +33,10 @@ def extract(
         list[str] | None,
         typer.Argument(help="JSONL or Parquet files of conversations; `-` reads JSONL from standard input."),
     ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder to write; an unfinished one is continued.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Folder to write; an unfinished one is continued. Needed unless --verify is given."),
+    ] = None,
     layers: Annotated[
         str,
         typer.Option(

@@ -40,7 +40,21 @@ def build(kind: type[T], context: typer.Context, flags: Mapping[str, Any], confi
     fields = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     missing = fields - set(values)
     values |= {name: flags[name] for name in missing if name in flags and flags[name] is not None}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UsageError(
+                f"{_spelled(context, field.name)} is missing",
+                hint=f"`{context.command_path} --help` shows what there is",
+            )
     return kind(**values)
+
+
+def _spelled(context: typer.Context, name: str) -> str:
+    """How the user writes a parameter: `--out`, or TARGET."""
+    for parameter in context.command.params:
+        if parameter.name == name:
+            return f"`{parameter.opts[0]}`" if parameter.param_type_name == "option" else name.upper()
+    return f"`{name}`"
 
 
 def is_given(context: typer.Context, name: str) -> bool:

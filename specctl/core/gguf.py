@@ -6,12 +6,15 @@ the cache folder loads ten times faster and runs on any number of stages.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 
+from specctl.core.quiet import quiet_transformers
 from specctl.errors import MachineError, TargetError
 
 MAGIC = b"GGUF"
@@ -64,11 +67,13 @@ def _convert(gguf: Path, out: Path) -> None:
         ) from None
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    quiet_transformers()
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
-        config = AutoConfig.from_pretrained(**where)
-        loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off
+            config = AutoConfig.from_pretrained(**where)
+            loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # the reader raises bare exceptions of many kinds on damaged files
         raise TargetError(
             f"transformers cannot read this GGUF file: {type(error).__name__}: {error}",

@@ -18,6 +18,7 @@ from torch import nn
 from specctl.core import gguf
 from specctl.core.decoder import Decoder, find_decoder
 from specctl.core.device import DTYPES
+from specctl.core.quiet import quiet_transformers
 from specctl.errors import MachineError, NotSupportedError, SpecctlError, TargetError
 from specctl.records.target import TargetSpec
 
@@ -45,7 +46,7 @@ def describe_target(name: str, *, revision: str | None = None, trust_remote_code
 
     A GGUF file is dequantised into the cache on first use. Raises TargetError.
     """
-    _quiet()
+    quiet_transformers()
     folder, gguf_file = resolve(name, revision)
     fingerprint = weights_fingerprint(folder, gguf_file)
     if gguf_file is not None:
@@ -97,7 +98,7 @@ def load_tokenizer(spec: TargetSpec, *, trust_remote_code: bool = False) -> Any:
 
 def empty_model(spec: TargetSpec, *, trust_remote_code: bool = False) -> nn.Module:
     """The target's modules without storage, to learn its structure before weights load."""
-    _quiet()
+    quiet_transformers()
     config = _auto_config(Path(spec.path), trust_remote_code)
     try:
         with torch.device("meta"):
@@ -121,7 +122,7 @@ def load_target(
 
     Raises TargetError when tensors are missing: transformers would fill them with random values.
     """
-    _quiet()
+    quiet_transformers()
     config = _auto_config(Path(spec.path), trust_remote_code)
     from safetensors import SafetensorError
 
@@ -283,14 +284,6 @@ def _refuse_missing(info: Mapping[str, Any], spec: TargetSpec, *, is_part: bool)
     mismatched = sorted(str(m) for m in info.get("mismatched_keys") or ())
     if mismatched:
         raise TargetError(f"tensors have other shapes than the configuration: {mismatched[0]}", where=spec.path)
-
-
-def _quiet() -> None:
-    """transformers logs and draws bars on stderr, which is ours."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def _first_line(error: BaseException) -> str:

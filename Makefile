@@ -1,0 +1,56 @@
+# specctl: set up, prove and show. Needs Python 3.11+, make and a C compiler.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+TARGET := .cache/targets/smollm2
+DEMO   ?= .cache/demo
+
+.PHONY: demo test test-slow check target fixtures bench docs format clean
+
+# PyTorch first and pinned, so that a CPU machine does not pull a CUDA build.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: specctl needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[gguf,dev]'
+	@touch $@
+
+demo: target
+	@SPECCTL=$(BIN)/specctl TARGET=$(TARGET) OUT=$(DEMO) sh fixtures/demo.sh
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m pytest tests/test_house.py
+
+target: $(TARGET)/config.json
+$(TARGET)/config.json: | $(READY)
+	$(BIN)/python -m fixtures.make target
+
+fixtures: $(READY)
+	$(BIN)/python -m fixtures.make check
+
+bench: target
+	@test -f $(DEMO)/answers.jsonl || $(MAKE) demo
+	$(BIN)/python benchmarks/extract.py --target $(TARGET) --chats $(DEMO)/answers.jsonl
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache build dist specctl.egg-info
