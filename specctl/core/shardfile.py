@@ -178,17 +178,21 @@ class Background:
     def __init__(self, finish: Callable[[ShardJob], Any]) -> None:
         self._finish = finish
         self._thread: threading.Thread | None = None
+        self._is_done = threading.Event()
         self._error: BaseException | None = None
 
     def submit(self, job: ShardJob) -> None:
         """Start finishing `job` once the one before is done. Raises what that one raised."""
         self.wait()
+        self._is_done.clear()
         self._thread = threading.Thread(target=self._run, args=(job,), name="specctl-writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Until nothing is under way. Raises what the writer raised."""
         if self._thread is not None:
+            # A `join` that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12); an event does not.
+            self._is_done.wait()
             self._thread.join()
             self._thread = None
         if self._error is not None:
@@ -200,6 +204,8 @@ class Background:
             self._finish(job)
         except BaseException as error:  # handed to the thread that waits
             self._error = error
+        finally:
+            self._is_done.set()
 
 
 def small_arrays(spool: Spool, samples: list[int]) -> dict[str, SlotArray]:

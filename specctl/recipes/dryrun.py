@@ -80,7 +80,7 @@ def plan_only(config: ExtractConfig, reporter: Reporter) -> DryRunReport:
         bytes=per_slot * len(setup.settings["slots"]),
         free_bytes=shutil.disk_usage(_existing_parent(Path(config.out))).free,
         tokens_per_s=round(speed, 1),
-        seconds=round(tokens / speed, 1) if speed else 0.0,
+        seconds=round(tokens / speed, 3) if speed else 0.0,
     )
 
 

@@ -83,6 +83,10 @@ class Reader:
             fields["slots"] = tuple(fields["slots"])
             self.layout = ShardLayout(**fields)
             self.sample_ids: Sequence[str] = self._file.read(["sample_id"])["sample_id"].to_pylist()
+            if not self._file.schema_arrow.equals(_schema(self.layout)):
+                raise ValueError("its columns are not those that its metadata names")
+            if len(self.sample_ids) != self.layout.num_samples:
+                raise ValueError(f"it has {len(self.sample_ids)} rows of {self.layout.num_samples}")
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(error) from None
 
@@ -104,7 +108,9 @@ class Reader:
             )
         num_values = self.layout.num_tokens * self.layout.hidden_size
         flat = self._flat(f"hidden.{slot}", _STORED[self.layout.dtype], num_values)
-        states = flat.view(NUMPY_DTYPE[self.layout.dtype]).reshape(self.layout.num_tokens, self.layout.hidden_size)
+        states: SlotArray = flat.view(NUMPY_DTYPE[self.layout.dtype]).reshape(
+            self.layout.num_tokens, self.layout.hidden_size
+        )
         return states if rows is None else states[rows]
 
     def _flat(self, column: str, dtype: Any, num_values: int) -> NDArray[Any]:
@@ -112,7 +118,7 @@ class Reader:
         position = 0
         for chunk in self._chunks(column):
             values = chunk.flatten().to_numpy(zero_copy_only=False)
-            flat[position : position + len(values)] = values
+            flat[position : position + len(values)] = values[: num_values - position]
             position += len(values)
         if position != num_values:
             raise ShardError(

@@ -98,9 +98,8 @@ def read_header(path: Path, expected_bytes: int | None = None) -> tuple[dict[str
         raw = file.read(length)
     try:
         info = json.loads(raw)
-        assert isinstance(info, dict)
-        end = max((entry["data_offsets"][1] for name, entry in info.items() if name != "__metadata__"), default=0)
-    except (ValueError, AssertionError, KeyError, TypeError, IndexError):
+        end = _contiguous_end(info)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _damaged(path, "its header is no JSON of safetensors") from None
     if 8 + length + end != size:
         raise _damaged(path, f"its header describes {8 + length + end} bytes and the file has {size}")
@@ -116,10 +115,12 @@ class Reader:
         self._map = np.memmap(path, np.uint8, mode="r")
         try:
             self.layout = ShardLayout(**_layout_fields(self._info["__metadata__"]["specctl"]))
+            _require_arrays(self._info, self.layout)
+            _require_offsets(self.offsets(), self.layout)
             ids = self._array("sample_ids")
-        except (KeyError, ValueError, TypeError) as error:
-            raise _damaged(path, f"it lacks what a shard of specctl has: {error}") from None
-        self.sample_ids: Sequence[str] = [bytes(row).rstrip(b"\0").decode() for row in ids]
+            self.sample_ids: Sequence[str] = [bytes(row).rstrip(b"\0").decode() for row in ids]
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise _damaged(path, f"it is not what a shard of specctl holds: {error}") from None
 
     def offsets(self) -> NDArray[np.int64]:
         return self._array("offsets")
@@ -141,11 +142,9 @@ class Reader:
     def _array(self, name: str) -> NDArray[Any]:
         entry = self._info[name]
         begin, end = entry["data_offsets"]
-        dtype = np.dtype(_BY_CODE[entry["dtype"]])
-        shape = tuple(entry["shape"])
-        if not 0 <= begin <= end or math.prod(shape) * dtype.itemsize != end - begin:
-            raise _damaged(self._path, f"`{name}` of shape {list(shape)} cannot fill bytes {begin}..{end}")
-        return self._map[self._start + begin : self._start + end].view(dtype).reshape(shape)
+        raw = self._map[self._start + begin : self._start + end]
+        values: NDArray[Any] = raw.view(_BY_CODE[entry["dtype"]]).reshape(entry["shape"])
+        return values
 
 
 def open_shard(path: Path, entry: ShardEntry | None = None) -> Reader:
@@ -158,6 +157,45 @@ _REDO: Final = "delete this file and run the same `specctl extract` again; it ma
 
 def _damaged(path: Path, what: str) -> ShardError:
     return ShardError(f"the shard is damaged or cut: {what}", where=str(path), hint=_REDO)
+
+
+def _contiguous_end(info: Mapping[str, Any]) -> int:
+    """Where data ends: the arrays fill it in some order without hole or overlap, by the format's rule.
+
+    Raises ValueError, LookupError, TypeError or AttributeError for entries that are none.
+    """
+    position = 0
+    arrays = [entry for name, entry in info.items() if name != "__metadata__"]
+    for entry in sorted(arrays, key=lambda entry: tuple(entry["data_offsets"])):
+        begin, end = entry["data_offsets"]
+        size = math.prod(entry["shape"]) * np.dtype(_BY_CODE[entry["dtype"]]).itemsize
+        is_whole = all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"]))
+        if not is_whole or begin != position or end - begin != size:
+            raise ValueError(f"shape {entry['shape']} cannot fill bytes {begin}..{end}")
+        position = end
+    return position
+
+
+def _require_arrays(info: Mapping[str, Any], layout: ShardLayout) -> None:
+    """Raises ValueError unless the header describes exactly the arrays that `layout` asks for."""
+    width = info["sample_ids"]["shape"][-1]
+    wanted = {
+        "offsets": ("int64", [layout.num_samples + 1]),
+        "input_ids": ("int32", [layout.num_tokens]),
+        "loss_mask": ("uint8", [layout.num_tokens]),
+        "sample_ids": ("uint8", [layout.num_samples, width]),
+    }
+    wanted |= {f"hidden.{s}": (layout.dtype, [layout.num_tokens, layout.hidden_size]) for s in layout.slots}
+    found = {name: (entry["dtype"], entry["shape"]) for name, entry in info.items() if name != "__metadata__"}
+    for name in sorted(wanted.keys() | found.keys()):
+        expected = (_CODES[wanted[name][0]][0], wanted[name][1]) if name in wanted else None
+        if found.get(name) != expected:
+            raise ValueError(f"`{name}` is {found.get(name, 'missing')}; its metadata says {expected or 'nothing'}")
+
+
+def _require_offsets(offsets: NDArray[np.int64], layout: ShardLayout) -> None:
+    if offsets[0] != 0 or offsets[-1] != layout.num_tokens or (np.diff(offsets) < 0).any():
+        raise ValueError(f"its offsets do not cut {layout.num_tokens} tokens into samples")
 
 
 def _layout_fields(text: str) -> dict[str, Any]:
