@@ -72,7 +72,7 @@ def _convert(gguf: Path, out: Path) -> None:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off
             config = AutoConfig.from_pretrained(**where)
-            loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            loaded, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
             tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # the reader raises bare exceptions of many kinds on damaged files
         raise TargetError(
@@ -80,6 +80,13 @@ def _convert(gguf: Path, out: Path) -> None:
             where=str(gguf),
             hint="is it complete, and of an architecture that transformers reads from GGUF?",
         ) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"`{missing[0]}` was not found in this GGUF file, and would be filled with random values",
+            where=str(gguf),
+            hint="this version of transformers does not map every tensor of it; use the original weights",
+        )
     config.quantization_config = None
     for key in ("quantization_config", "_pre_quantization_dtype"):
         config.__dict__.pop(key, None)
@@ -87,8 +94,7 @@ def _convert(gguf: Path, out: Path) -> None:
     plain.load_state_dict(loaded.state_dict(), strict=True)
     plain.eval()
     _refuse_dead(plain, gguf)
-    # float32 holds every dequantised value exactly; states are computed in bfloat16 unless asked.
-    plain.config.dtype = torch.bfloat16
+    # Kept in float32, which holds every dequantised value exactly.
     if tokenizer.eos_token_id is None:
         raise TargetError("the tokenizer in this GGUF file has no end-of-sequence token", where=str(gguf))
     plain.generation_config = GenerationConfig(

@@ -190,7 +190,7 @@ class Background:
 
     def wait(self) -> None:
         """Until nothing is under way. Raises what the writer raised."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # Ctrl-C may come before it starts
             # A `join` that Ctrl-C interrupts takes the thread for ended (Python 3.11 and 3.12); an event does not.
             self._is_done.wait()
             self._thread.join()

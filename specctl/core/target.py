@@ -74,7 +74,8 @@ def describe_target(name: str, *, revision: str | None = None, trust_remote_code
         num_layers=_size(text, text_config, "num_hidden_layers", "n_layer", "num_layers", "n_layers"),
         hidden_size=_size(text, text_config, "hidden_size", "n_embd", "d_model", "dim"),
         vocab_size=_size(text, text_config, "vocab_size"),
-        compute_dtype=_compute_dtype(raw, text),
+        # Dequantised weights are kept in float32; nobody computes a 4-bit model in that unasked.
+        compute_dtype="bfloat16" if gguf_file else _compute_dtype(raw, text),
         quantization=(raw.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
         or ("gguf" if gguf_file else None),
         is_tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", text_config.tie_word_embeddings))),
