@@ -28,8 +28,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from specctl.core import chat, parallel  # noqa: E402
-from specctl.core.counts import seal  # noqa: E402
+from specctl.core import chat  # noqa: E402
 from specctl.core.device import DTYPES  # noqa: E402
 from specctl.core.target import LoadedTarget, describe_target, load_target, load_tokenizer  # noqa: E402
 from specctl.plugins import load_store  # noqa: E402
@@ -39,7 +38,6 @@ from specctl.records.progress import SilentReporter  # noqa: E402
 
 CPU = torch.device("cpu")
 SLOTS = ("2", "15", "27", "norm")
-assert seal and parallel
 
 
 def read_rows(paths: list[str], limit: int) -> list[dict[str, Any]]:
@@ -95,6 +93,15 @@ def batchings(samples: list[Any]) -> dict[str, tuple[list[list[Any]], bool]]:
                 batches.append([sample])
         found[f"sorted, {tokens} tokens, masked"] = (batches, True)
         found[f"sorted, {tokens} tokens, no mask"] = (batches, False)
+    plan: list[list[Any]] = []
+    for sample in reversed(ordered):
+        width = len(plan[-1][0].input_ids) if plan else 0
+        fits = bool(plan) and (len(plan[-1]) + 1) * width <= 2048 and len(sample.input_ids) >= width * 7 // 8
+        if fits:
+            plan[-1].append(sample)
+        else:
+            plan.append([sample])
+    found["specctl's own plan, no mask"] = (plan, False)
     return found
 
 
@@ -169,7 +176,7 @@ def measure(target_name: str, data: Path, dtype: str) -> list[tuple[str, str, st
         s for s in chat.samples([str(data)], tokenizer, template=template, max_length=2048) if hasattr(s, "input_ids")
     ]
     tokens = sum(len(s.input_ids) for s in samples)
-    few = samples[:: max(1, len(samples) // 12)]
+    few = samples[:: max(1, len(samples) // 20)]
     few_tokens = sum(len(s.input_ids) for s in few)
     bare_forward(target, [few[:4]], mask=False)
     speeds = {
@@ -212,11 +219,22 @@ def memory_rows(target: str, data: Path, folder: Path) -> list[tuple[str, str, s
     rows = []
     for times in (1, 8):
         many = folder / f"{times}x.jsonl"
-        many.write_text("".join(json.dumps({**json.loads(x), "id": f"{t}-{i}"}) + "\n"
-                                for t in range(times) for i, x in enumerate(lines)))
+        many.write_text(
+            "".join(
+                json.dumps({**json.loads(x), "id": f"{t}-{i}"}) + "\n"
+                for t in range(times)
+                for i, x in enumerate(lines)
+            )
+        )
         whole, one = peak_rss(target, many, 16)
-        rows.append(("bfloat16", f"(d) peak memory above one sample, {times}x data",
-                     f"{(whole - one) / 2**20:.0f} MiB", "(<= 2 shards of 16 MiB + 1 batch)"))
+        rows.append(
+            (
+                "bfloat16",
+                f"(d) peak memory above one sample, {times}x data",
+                f"{(whole - one) / 2**20:.0f} MiB",
+                "(<= 2 shards of 16 MiB + 1 batch)",
+            )
+        )
     return rows
 
 
@@ -242,8 +260,10 @@ def main() -> int:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(f"\n{torch.get_num_threads()} threads, torch {torch.__version__}, peak of this process "
-          f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
+    print(
+        f"\n{torch.get_num_threads()} threads, torch {torch.__version__}, peak of this process "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"
+    )
     return 0
 
 

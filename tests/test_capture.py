@@ -257,7 +257,7 @@ def test_a_stage_without_real_layers_records_nothing_and_is_fine() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 9])
 def test_every_slot_has_exactly_one_owner(stages: int) -> None:
-    from specctl.core.parallel import stage_layers
+    from specctl.core.placement import stage_layers
 
     slots = parse_slots("all,norm", 7)
     owners: list[str] = []

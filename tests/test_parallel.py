@@ -14,7 +14,8 @@ from conftest import ROOT, chat_rows
 from fixtures.make import make_tiny
 from specctl.core import folder as folders
 from specctl.core.extraction import ExtractJob
-from specctl.core.parallel import Placement, check_sizes, place, run_local, stage_layers
+from specctl.core.launch import run_local
+from specctl.core.placement import Placement, check_sizes, place, stage_layers
 from specctl.core.plan import order, plan_shards
 from specctl.core.recompute import match, to_torch
 from specctl.core.samples import fill_spool, open_spool

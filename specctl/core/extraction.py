@@ -21,7 +21,8 @@ from torch import nn
 
 from specctl.core.capture import owned_slots, record, require_all
 from specctl.core.device import is_gpu, pick_device, synchronize
-from specctl.core.parallel import Hop, Placement, StageGroup, distributed_config
+from specctl.core.parallel import Hop, StageGroup
+from specctl.core.placement import Placement, distributed_config
 from specctl.core.plan import Batch, PlannedShard, plan_batches
 from specctl.core.samples import Spool, open_spool
 from specctl.core.shardfile import Background, ShardJob, ShardWriter

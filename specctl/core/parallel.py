@@ -1,4 +1,4 @@
-"""Ranks: starting them, joining those of torchrun, and what passes between them.
+"""Ranks at work: starting them, joining those of torchrun, and what passes between them.
 
 The only file that names torch.distributed. A replica is one pipeline (or one tensor-parallel group)
 and a process group of its own; replicas never talk, they share a folder.
@@ -6,19 +6,13 @@ and a process group of its own; replicas never talk, they share a folder.
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import multiprocessing.connection
 import os
 import pickle
-import signal
-import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,47 +20,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from specctl.core.device import distributed_backend, pick_device
-from specctl.errors import InterruptedRun, MachineError, NotSupportedError, SpecctlError, UsageError
-from specctl.records.progress import ForwardingReporter, Reporter, SilentReporter
+from specctl.core.placement import Placement, place
+from specctl.errors import InterruptedRun, SpecctlError, UsageError
+from specctl.records.progress import Reporter, SilentReporter
 
 WAIT = timedelta(hours=12)
 """How long a rank waits for another: reading DATA on rank 0 may take hours."""
 
-GRACE_S = 5.0
 MAX_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where this process stands: its stage, its tensor-parallel rank, its replica."""
-
-    stage: int = 0
-    num_stages: int = 1
-    tp_rank: int = 0
-    tp_size: int = 1
-    replica: int = 0
-    num_replicas: int = 1
-    local_rank: int = 0
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether token ids enter here."""
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether the final norm and the head are here."""
-        return self.stage == self.num_stages - 1
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether this rank names files and writes the manifest for its replica."""
-        return self.stage == 0 and self.tp_rank == 0
-
-    @property
-    def is_recorder(self) -> bool:
-        """Whether this rank records: tensor-parallel ranks hold the same states, one is enough."""
-        return self.tp_rank == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +49,6 @@ class World:
         return pickle.loads(self.store.get(key))  # written by our own ranks, over torchrun's store
 
 
-class Job(Protocol):
-    """What runs on every rank; picklable, so a module-level dataclass with `__call__`."""
-
-    def __call__(self, placement: Placement, reporter: Reporter) -> None:
-        """Do this rank's part."""
-
-
-def check_sizes(pp: int, tp: int) -> None:
-    """Raises UsageError or NotSupportedError for sizes that cannot run, before anything loads."""
-    for flag, size in (("--pp", pp), ("--tp", tp)):
-        if size < 1:
-            raise UsageError(f"`{flag} {size}` must be at least 1")
-    if pp > 1 and tp > 1:
-        raise NotSupportedError(
-            f"`--pp {pp}` with `--tp {tp}`: transformers does not split a model along both axes yet",
-            hint="use one of the two",
-        )
-
-
 def torchrun_world(pp: int, tp: int) -> World | None:
     """The world of an existing torchrun, or None outside one. Raises UsageError when sizes do not fit."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or "RANK" not in os.environ:
@@ -121,17 +63,13 @@ def torchrun_world(pp: int, tp: int) -> World | None:
     return World(rank, size, int(os.environ["LOCAL_RANK"]), store)
 
 
-def place(rank: int, size: int, local_rank: int, *, pp: int, tp: int) -> Placement:
-    """The placement of `rank` among `size`: replicas of pp x tp consecutive ranks."""
-    replica, inner = divmod(rank, pp * tp)
-    return Placement(inner // tp, pp, inner % tp, tp, replica, size // (pp * tp), local_rank)
-
-
-def run_in_world(world: World, job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) -> None:
+def run_in_world(
+    world: World, job: Callable[[Placement, Reporter], None], *, pp: int, tp: int, device: str, reporter: Reporter
+) -> None:
     """Run `job` as one rank of torchrun's world."""
     placement = place(world.rank, world.size, world.local_rank, pp=pp, tp=tp)
     is_talker = placement.replica == 0 and placement.is_lead
-    _enter_group(PrefixStore(f"replica{placement.replica}", world.store), placement, device)
+    enter_group(PrefixStore(f"replica{placement.replica}", world.store), placement, device)
     try:
         job(placement, reporter if is_talker else SilentReporter())
         world.share(f"done{world.rank}", True)
@@ -139,147 +77,11 @@ def run_in_world(world: World, job: Job, *, pp: int, tp: int, device: str, repor
             for rank in range(world.size):
                 world.receive(f"done{rank}")
     finally:
-        _leave_group()
+        leave_group()
 
 
-def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) -> None:
-    """Run `job` on pp x tp ranks of this machine, in this process when that is one.
-
-    Raises what the first failing rank raised; a rank that dies takes the others with it.
-    """
-    if pp * tp == 1:
-        job(Placement(), reporter)
-        return
-    context = mp.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    send_lock = context.Lock()
-    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
-        processes = [
-            context.Process(
-                target=_rank_main,
-                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock),
-                name=f"specctl-rank-{rank}",
-                daemon=True,
-            )
-            for rank in range(pp * tp)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            sender.close()
-            _watch(processes, receiver, reporter)
-        finally:
-            _end(processes)
-
-
-def _watch(processes: list[Any], receiver: Any, reporter: Reporter) -> None:
-    """Replay the ranks' talk until all have ended; raise what the first failing one said."""
-    failures: dict[int, SpecctlError | str] = {}
-    is_open = True
-    while is_open or any(p.is_alive() for p in processes):
-        waitable = [p.sentinel for p in processes if p.is_alive()] + [receiver] * is_open
-        ready = multiprocessing.connection.wait(waitable, timeout=1.0)
-        if receiver in ready:
-            try:
-                rank, method, arguments = receiver.recv()
-            except EOFError:
-                is_open = False
-                continue
-            if method == "failed":
-                failures[rank] = arguments[0]
-            else:
-                getattr(reporter, method)(*arguments)
-        elif failures or any(p.exitcode not in (None, 0) for p in processes):
-            _drain(receiver, failures)
-            break
-    ended = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode not in (None, 0)}
-    if failures or ended:
-        raise _cause(failures, ended)
-
-
-def _drain(receiver: Any, failures: dict[int, SpecctlError | str]) -> None:
-    """Hear out what ranks sent before they ended, for a moment: the cause may come second."""
-    until = time.monotonic() + 1.0
-    while receiver.poll(max(0.0, until - time.monotonic())):
-        try:
-            rank, method, arguments = receiver.recv()
-        except EOFError:
-            return
-        if method == "failed":
-            failures.setdefault(rank, arguments[0])
-
-
-def _cause(failures: dict[int, SpecctlError | str], ended: dict[int, int]) -> Exception:
-    """The failure that explains the others: a named error, else a killed rank, else a traceback."""
-    for failure in failures.values():
-        if isinstance(failure, SpecctlError):
-            return failure
-    for rank, code in ended.items():
-        if code < 0 and rank not in failures:
-            name = signal.Signals(-code).name
-            why = "most likely out of memory" if name == "SIGKILL" else "it crashed"
-            return MachineError(
-                f"rank {rank} was ended by {name}, {why}",
-                hint="finished shards are kept; run the same command again to continue",
-            )
-    if failures:
-        rank, text = next(iter(failures.items()))
-        return RuntimeError(f"rank {rank}: {text}")
-    rank, code = next(iter(ended.items()))
-    return RuntimeError(f"rank {rank} ended with code {code}")
-
-
-def _end(processes: list[Any]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    until = time.monotonic() + GRACE_S
-    for process in processes:
-        if process.pid is not None:
-            process.join(max(0.0, until - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _rank_main(
-    job: Job, rank: int, pp: int, tp: int, device: str, store_path: str, sender: Any, send_lock: Any
-) -> None:
-    # The parent ends its ranks; a Ctrl-C in the terminal reaches them too and must not.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent()
-
-    def send(message: tuple[str, tuple[Any, ...]]) -> None:
-        with send_lock:
-            sender.send((rank, *message))
-
-    placement = place(rank, pp * tp, rank, pp=pp, tp=tp)
-    reporter: Reporter = ForwardingReporter(send) if placement.is_lead else SilentReporter()
-    try:
-        _enter_group(FileStore(store_path, pp * tp), placement, device)
-        job(placement, reporter)
-        _leave_group()
-    except SpecctlError as error:
-        send(("failed", (error,)))
-        os._exit(error.exit_code)
-    except Exception as error:  # the border of the process: the parent decides what it means
-        send(("failed", (f"{type(error).__name__}: {error}",)))
-        os._exit(1)
-
-
-def _die_with_parent() -> None:
-    parent = mp.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _enter_group(store: Any, placement: Placement, device: str) -> None:
+def enter_group(store: Any, placement: Placement, device: str) -> None:
+    """Make this process a rank of its replica's group, over `store`."""
     if device == "cpu":
         # transformers picks the accelerator it sees; a CPU run must not show it one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -294,7 +96,13 @@ def _enter_group(store: Any, placement: Placement, device: str) -> None:
     dist.init_process_group(distributed_backend(torch_device), store=store, rank=rank, world_size=size, timeout=WAIT)
 
 
-def _leave_group() -> None:
+def file_store(path: str, size: int) -> Any:
+    """A store for `size` ranks of this machine in a file: no port that two runs could fight for."""
+    return FileStore(path, size)
+
+
+def leave_group() -> None:
+    """End this rank's group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -376,18 +184,3 @@ def interrupted(done: int, total: int) -> InterruptedRun:
         f"interrupted with {done} of {total} shards complete",
         hint="run the same command again to continue; nothing complete is lost",
     )
-
-
-def distributed_config(placement: Placement) -> Any:
-    """transformers' description of the split, or None on one rank."""
-    if placement.num_stages * placement.tp_size == 1:
-        return None
-    from transformers.distributed import DistributedConfig
-
-    return DistributedConfig(pp_size=placement.num_stages, tp_size=placement.tp_size)
-
-
-def stage_layers(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage owns; the first stages take the remainder, as transformers does."""
-    share, rest = divmod(num_layers, num_stages)
-    return [share + (stage < rest) for stage in range(num_stages)]

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from specctl import plugins
 from specctl.core import folder as folders
-from specctl.core.parallel import Placement, StageGroup
+from specctl.core.parallel import StageGroup
+from specctl.core.placement import Placement
 from specctl.core.plan import PlannedShard
 from specctl.core.samples import Spool
 from specctl.errors import InputError, MachineError

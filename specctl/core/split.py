@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from specctl.core.decoder import find_decoder
-from specctl.core.parallel import check_sizes, stage_layers
+from specctl.core.placement import check_sizes, stage_layers
 from specctl.core.target import empty_model
 from specctl.errors import NotSupportedError, TargetError
 from specctl.records.target import TargetSpec

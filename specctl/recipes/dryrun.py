@@ -46,11 +46,11 @@ class DryRunReport:
 
 def plan_only(config: ExtractConfig, reporter: Reporter) -> DryRunReport:
     """What `extract` would do, with the speed measured on a few real batches. Writes nothing to `out`."""
-    from specctl.core import parallel
+    from specctl.core import placement
     from specctl.core.resume import bytes_per_token
     from specctl.core.samples import open_spool
 
-    parallel.check_sizes(config.pp, config.tp)
+    placement.check_sizes(config.pp, config.tp)
     if config.pp * config.tp > 1:
         raise NotSupportedError(
             "`--dry-run` measures the speed of one process",

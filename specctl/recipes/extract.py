@@ -49,9 +49,9 @@ def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
 
     Raises SpecctlError for whatever the user or the machine can cause; the folder stays whole.
     """
-    from specctl.core import parallel
+    from specctl.core import parallel, placement
 
-    parallel.check_sizes(config.pp, config.tp)
+    placement.check_sizes(config.pp, config.tp)
     world = parallel.torchrun_world(config.pp, config.tp)
     if world is not None and world.rank != 0:
         job = world.receive("job")
@@ -237,10 +237,10 @@ def _require_space(config: ExtractConfig, setup: Setup, tokens: int) -> None:
 
 
 def _run(job: ExtractJob, config: ExtractConfig, world: Any, reporter: Reporter) -> None:
-    from specctl.core import parallel
+    from specctl.core import launch, parallel
 
     if world is None:
-        parallel.run_local(job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
+        launch.run_local(job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
         return
     world.share("job", job)
     parallel.run_in_world(world, job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)

@@ -1,0 +1,163 @@
+"""Starts local ranks, hears what they say, and ends them all when one ends. Knows processes, not tensors."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import threading
+import time
+from typing import Any, Protocol
+
+from specctl.core.parallel import enter_group, file_store, leave_group
+from specctl.core.placement import Placement, place
+from specctl.errors import MachineError, SpecctlError
+from specctl.records.progress import ForwardingReporter, Reporter, SilentReporter
+
+GRACE_S = 5.0
+
+
+class Job(Protocol):
+    """What runs on every rank; picklable, so a module-level dataclass with `__call__`."""
+
+    def __call__(self, placement: Placement, reporter: Reporter) -> None:
+        """Do this rank's part."""
+
+
+def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) -> None:
+    """Run `job` on pp x tp ranks of this machine, in this process when that is one.
+
+    Raises what the first failing rank raised; a rank that dies takes the others with it.
+    """
+    if pp * tp == 1:
+        job(Placement(), reporter)
+        return
+    context = mp.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    send_lock = context.Lock()
+    with tempfile.TemporaryDirectory(prefix="specctl-") as folder:
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock),
+                name=f"specctl-rank-{rank}",
+                daemon=True,
+            )
+            for rank in range(pp * tp)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            sender.close()
+            _watch(processes, receiver, reporter)
+        finally:
+            _end(processes)
+
+
+def _watch(processes: list[Any], receiver: Any, reporter: Reporter) -> None:
+    """Replay the ranks' talk until all have ended; raise what the first failing one said."""
+    failures: dict[int, SpecctlError | str] = {}
+    is_open = True
+    while is_open or any(p.is_alive() for p in processes):
+        waitable = [p.sentinel for p in processes if p.is_alive()] + [receiver] * is_open
+        ready = multiprocessing.connection.wait(waitable, timeout=1.0)
+        if receiver in ready:
+            try:
+                rank, method, arguments = receiver.recv()
+            except EOFError:
+                is_open = False
+                continue
+            if method == "failed":
+                failures[rank] = arguments[0]
+            else:
+                getattr(reporter, method)(*arguments)
+        elif failures or any(p.exitcode not in (None, 0) for p in processes):
+            _drain(receiver, failures)
+            break
+    ended = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode not in (None, 0)}
+    if failures or ended:
+        raise _cause(failures, ended)
+
+
+def _drain(receiver: Any, failures: dict[int, SpecctlError | str]) -> None:
+    """Hear out what ranks sent before they ended, for a moment: the cause may come second."""
+    until = time.monotonic() + 1.0
+    while receiver.poll(max(0.0, until - time.monotonic())):
+        try:
+            rank, method, arguments = receiver.recv()
+        except EOFError:
+            return
+        if method == "failed":
+            failures.setdefault(rank, arguments[0])
+
+
+def _cause(failures: dict[int, SpecctlError | str], ended: dict[int, int]) -> Exception:
+    """The failure that explains the others: a named error, else a killed rank, else a traceback."""
+    for failure in failures.values():
+        if isinstance(failure, SpecctlError):
+            return failure
+    for rank, code in ended.items():
+        if code < 0 and rank not in failures:
+            name = signal.Signals(-code).name
+            why = "most likely out of memory" if name == "SIGKILL" else "it crashed"
+            return MachineError(
+                f"rank {rank} was ended by {name}, {why}",
+                hint="finished shards are kept; run the same command again to continue",
+            )
+    if failures:
+        rank, text = next(iter(failures.items()))
+        return RuntimeError(f"rank {rank}: {text}")
+    rank, code = next(iter(ended.items()))
+    return RuntimeError(f"rank {rank} ended with code {code}")
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    until = time.monotonic() + GRACE_S
+    for process in processes:
+        if process.pid is not None:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _rank_main(
+    job: Job, rank: int, pp: int, tp: int, device: str, store_path: str, sender: Any, send_lock: Any
+) -> None:
+    # The parent ends its ranks; a Ctrl-C in the terminal reaches them too and must not.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with_parent()
+
+    def send(message: tuple[str, tuple[Any, ...]]) -> None:
+        with send_lock:
+            sender.send((rank, *message))
+
+    placement = place(rank, pp * tp, rank, pp=pp, tp=tp)
+    reporter: Reporter = ForwardingReporter(send) if placement.is_lead else SilentReporter()
+    try:
+        enter_group(file_store(store_path, pp * tp), placement, device)
+        job(placement, reporter)
+        leave_group()
+    except SpecctlError as error:
+        send(("failed", (error,)))
+        os._exit(error.exit_code)
+    except Exception as error:  # the border of the process: the parent decides what it means
+        send(("failed", (f"{type(error).__name__}: {error}",)))
+        os._exit(1)
+
+
+def _die_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
