@@ -1,6 +1,6 @@
 """How fast `specctl extract` is, as ratios within one run, against what a user would otherwise do.
 
-    make bench        (SmolLM2, real chats, both dtypes; about 10 minutes on two cores)
+    make bench        (SmolLM2, real chats, both dtypes; about 8 minutes on two cores)
 
 (a) end to end with shards on disk, against the bare forward of the base model in the best batching found;
 (b) against a padded batch with `output_hidden_states=True` and one `torch.save` per sample;
@@ -146,24 +146,39 @@ def reading(folder: Path, repeats: int = 5) -> tuple[float, float, float]:
     return ours, plain, ours / plain
 
 
-def peak_rss(target: str, data: Path, shard_mib: int) -> tuple[int, int]:
-    """Bytes of peak memory of a run, and of loading the model and a batch alone, each in its own process."""
-    code = (
-        "import resource, sys; sys.path.insert(0, {root!r});"
-        "from specctl.recipes.extract import extract; from specctl.records.extraction import ExtractConfig;"
-        "from specctl.records.progress import SilentReporter;"
-        "extract(ExtractConfig({target!r}, ({data!r},), {out!r}, shard_mib={mib}, limit={limit}), SilentReporter());"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
-    )
+MEMORY_PROBE = """
+import sys
+sys.path.insert(0, {root!r})
+import specctl.core.extraction as extraction
+from specctl.cli.app import run
 
-    def run(limit: int | None) -> int:
-        with tempfile.TemporaryDirectory() as out:
-            fields = {"root": str(ROOT), "target": target, "data": str(data), "out": f"{out}/o"}
-            text = code.format(**fields, mib=shard_mib, limit=limit)
-            done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-            return int(done.stdout)
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-    return run(None), run(1)
+loaded = []
+load = extraction.load_target
+def load_and_note(*arguments, **options):
+    target = load(*arguments, **options)
+    sum(float(p.sum()) for p in target.model.parameters())  # weights are mapped: touch them all
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew here
+    loaded.append(status("VmRSS"))
+    return target
+extraction.load_target = load_and_note
+config = {out!r} + ".toml"
+open(config, "w").write("shard_mib = {mib}")
+code = run(["extract", {target!r}, {data!r}, "--out", {out!r}, "--config", config, "--device", "cpu", "--quiet"])
+assert code == 0
+print(status("VmHWM") - loaded[0])
+"""
+
+
+def peak_memory(target: str, data: Path, shard_mib: int) -> int:
+    """Bytes of peak resident memory above the loaded model, in a process of its own."""
+    with tempfile.TemporaryDirectory() as out:
+        fields = {"root": str(ROOT), "target": target, "data": str(data), "out": f"{out}/o"}
+        code = MEMORY_PROBE.format(**fields, mib=shard_mib)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return int(done.stdout.split()[-1])
 
 
 def measure(target_name: str, data: Path, dtype: str) -> list[tuple[str, str, str, str]]:
@@ -190,7 +205,7 @@ def measure(target_name: str, data: Path, dtype: str) -> list[tuple[str, str, st
         # Interleaved, so that a machine that slows down slows all of them.
         batches, mask = batchings(samples)[best]
         seconds: dict[str, list[float]] = {"bare": [], "specctl": [], "people": []}
-        for _ in range(2):
+        for _ in range(3):
             seconds["bare"].append(timed(lambda: bare_forward(target, batches, mask=mask)))
             seconds["specctl"].append(end_to_end(target_name, data, folder / "ours", dtype, "safetensors"))
             (folder / "theirs").mkdir(exist_ok=True)
@@ -213,29 +228,18 @@ def measure(target_name: str, data: Path, dtype: str) -> list[tuple[str, str, st
     return rows
 
 
-def memory_rows(target: str, data: Path, folder: Path) -> list[tuple[str, str, str, str]]:
-    """Peak memory above a run of one sample, for 1x and 8x the data, in shards of 16 MiB."""
+def memory_rows(target: str, data: Path, folder: Path, shard_mib: int = 16) -> list[tuple[str, str, str, str]]:
+    """Peak memory above the loaded model for one sample, for the data, and for eight times the data."""
     lines = data.read_text().splitlines()
-    rows = []
-    for times in (1, 8):
-        many = folder / f"{times}x.jsonl"
-        many.write_text(
-            "".join(
-                json.dumps({**json.loads(x), "id": f"{t}-{i}"}) + "\n"
-                for t in range(times)
-                for i, x in enumerate(lines)
-            )
-        )
-        whole, one = peak_rss(target, many, 16)
-        rows.append(
-            (
-                "bfloat16",
-                f"(d) peak memory above one sample, {times}x data",
-                f"{(whole - one) / 2**20:.0f} MiB",
-                "(<= 2 shards of 16 MiB + 1 batch)",
-            )
-        )
-    return rows
+    peaks = {}
+    for name, part, times in (("one sample", lines[:1], 1), ("1x data", lines, 1), ("8x data", lines, 8)):
+        path = folder / "many.jsonl"
+        copies = [json.dumps({**json.loads(x), "id": f"{t}-{i}"}) for t in range(times) for i, x in enumerate(part)]
+        path.write_text("\n".join(copies) + "\n")
+        peaks[name] = peak_memory(target, path, shard_mib)
+    rows = [("bfloat16", f"(d) peak above the model, {k}", f"{v / 2**20:.0f} MiB", "") for k, v in peaks.items()]
+    limit = f"(2 shards are {2 * shard_mib} MiB)"
+    return [*rows[:1], *((*row[:3], limit) for row in rows[1:])]
 
 
 def main() -> int:
@@ -243,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--chats", nargs="*", default=[])
-    parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--limit", type=int, default=60)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--no-memory", action="store_true")
     arguments = parser.parse_args()
@@ -255,7 +259,7 @@ def main() -> int:
             rows += measure(arguments.target, data, dtype)
         if not arguments.no_memory:
             few = Path(name) / "few.jsonl"
-            few.write_text("".join(data.read_text().splitlines(keepends=True)[:30]))
+            few.write_text("".join(data.read_text().splitlines(keepends=True)[:24]))
             rows += memory_rows(arguments.target, few, Path(name))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     for row in rows:

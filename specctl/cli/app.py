@@ -15,6 +15,9 @@ from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, Spe
 
 COMMANDS = ("extract", "regenerate", "inspect")
 
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Kernels that torch keeps per tensor shape on a CPU: 1024 of them, while every batch here has a new shape."""
+
 app = typer.Typer(
     name="specctl",
     rich_markup_mode=None,
@@ -54,6 +57,8 @@ def main(args: list[str] | None = None) -> None:
 
 def run(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, "64")
     try:
         result: Any = app(args=args, prog_name="specctl", standalone_mode=False)
         return result if isinstance(result, int) else 0

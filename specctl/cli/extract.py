@@ -143,9 +143,11 @@ def _show(command: str, report: Any, *, is_json: bool) -> int:
     if is_json:
         show_json(command, True, report)
         return 0
+    is_all = report.samples + sum(report.drops.values()) == report.rows
+    rows = f" of {report.rows:,} rows" if is_all else f", {report.rows:,} rows read"
+    cut = f", {report.truncated:,} cut to length" if report.truncated else ""
     pairs = {
-        "samples": f"{report.samples:,} of {report.rows:,} rows"
-        + f", {report.truncated:,} cut to length" * bool(report.truncated),
+        "samples": f"{report.samples:,}{rows}{cut}",
         "tokens": f"{report.tokens:,}, {report.supervised_tokens:,} supervised",
         "slots": f"{', '.join(report.slots)} in {report.dtype}",
         "shards": f"{report.shards} {report.format}",

@@ -142,9 +142,7 @@ def _encoder(tokenizer: Any, template: str | None, max_length: int, vocab_size: 
         special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         closings = (special - {tokenizer.bos_token}) | ({tokenizer.eos_token} - {None})
         parts = Template(template, _special_tokens(tokenizer), tuple(sorted(closings)))
-    added = tokenizer("a", add_special_tokens=True)["input_ids"]
-    bos_id = tokenizer.bos_token_id if added and added[0] == tokenizer.bos_token_id else None
-    return _Encoder(tokenizer, parts, bos_id, max_length, vocab_size)
+    return _Encoder(tokenizer, parts, own_bos(tokenizer), max_length, vocab_size)
 
 
 def _sample(row: Row, encoder: _Encoder) -> Sample | Dropped:
@@ -153,7 +151,7 @@ def _sample(row: Row, encoder: _Encoder) -> Sample | Dropped:
     if isinstance(row, Tokenized):
         return _from_tokens(row, encoder)
     if isinstance(row, PlainText):
-        ids = _with_one_bos(encoder.tokenizer(row.text, verbose=False)["input_ids"], encoder.bos_id)
+        ids = with_one_bos(encoder.tokenizer(row.text, verbose=False)["input_ids"], encoder.bos_id)
         return _finished(row, np.array(ids, np.int32), np.ones(len(ids), np.uint8), encoder)
     return _from_chat(row, encoder)
 
@@ -219,7 +217,7 @@ def _encoded(text: str, spans: Sequence[Span], encoder: _Encoder) -> tuple[Ids, 
     output = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids: list[int] = output["input_ids"]
     mask = _supervised(np.array(output["offset_mapping"], np.int64).reshape(-1, 2), spans)
-    whole = _with_one_bos(ids, encoder.bos_id)
+    whole = with_one_bos(ids, encoder.bos_id)
     if len(whole) > len(ids):
         mask = np.concatenate((np.zeros(1, np.uint8), mask))
     return np.array(whole, np.int32), mask[len(mask) - len(whole) :]
@@ -236,7 +234,14 @@ def _supervised(offsets: NDArray[np.int64], spans: Sequence[Span]) -> Mask:
     return (np.searchsorted(edges, firsts, side="right") % 2).astype(np.uint8)
 
 
-def _with_one_bos(ids: list[int], bos_id: int | None) -> list[int]:
+def own_bos(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before every text by itself, None when it puts none."""
+    added = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return tokenizer.bos_token_id if added and added[0] == tokenizer.bos_token_id else None
+
+
+def with_one_bos(ids: list[int], bos_id: int | None) -> list[int]:
+    """`ids` with exactly one `bos_id` in front, whether a template wrote none, one or several."""
     if bos_id is None:
         return ids
     count = next((i for i, token in enumerate(ids) if token != bos_id), len(ids))

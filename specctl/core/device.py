@@ -9,29 +9,41 @@ from specctl.errors import MachineError, UsageError
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device called `name` (`auto`, `cpu`, `cuda`, `cuda:N`).
+def check_device(name: str, num_ranks: int = 1) -> bool:
+    """Whether `name` (`auto`, `cpu`, `cuda`, `cuda:N`) means a GPU; touches none.
 
-    `auto` and `cuda` give each local rank a GPU of its own. Raises UsageError for a name torch does
-    not know, MachineError when this machine lacks the device.
+    Raises UsageError for a name torch does not know, MachineError when this machine has fewer GPUs
+    than `num_ranks` ranks need.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name)
+        device = torch.device("cpu" if name == "auto" and not count else name.replace("auto", "cuda"))
     except RuntimeError:
         raise UsageError(f"`--device {name}` is not a device", hint="one of auto, cpu, cuda, cuda:N") from None
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index if device.index is not None else local_rank
-    if index >= count:
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"`--device {name}` is not supported", hint="one of auto, cpu, cuda, cuda:N")
+    if device.type == "cpu":
+        return False
+    needed = num_ranks if device.index is None else device.index + 1
+    if needed > count:
         raise MachineError(
-            f"`{name}` needs GPU {index} and this machine has {count}",
+            f"`--device {name}` needs {needed} GPUs here and this machine has {count}",
             hint="fewer ranks, or `--device cpu`",
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return True
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; `auto` and `cuda` give each local rank a GPU of its own.
+
+    Raises what `check_device` raises.
+    """
+    if not check_device(name, local_rank + 1):
+        return torch.device("cpu")
+    index = torch.device(name.replace("auto", "cuda")).index
+    device = torch.device("cuda", local_rank if index is None else index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def is_gpu(device: torch.device) -> bool:

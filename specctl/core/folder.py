@@ -152,9 +152,14 @@ def _clean(folder: Path, *, overwrite: bool) -> None:
         (folder / TOKEN_COUNTS).unlink(missing_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
     shards.mkdir(exist_ok=True)
+    remove_temporaries(folder)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove the token spool and half-written files."""
     shutil.rmtree(folder / PREPARED, ignore_errors=True)
-    for path in [*folder.glob(".*.tmp"), *shards.glob(".*")]:
-        path.unlink()
+    for path in [*folder.glob(".*.tmp"), *(folder / SHARDS).glob(".*")]:
+        path.unlink(missing_ok=True)
 
 
 def begin(folder: Path, manifest: Manifest) -> Manifest:

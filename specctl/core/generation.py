@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from specctl.core.chat import own_bos, with_one_bos
 from specctl.core.device import is_gpu
 from specctl.core.target import LoadedTarget, load_tokenizer
 from specctl.errors import InputError, MachineError, TargetError
@@ -58,6 +59,7 @@ class PromptEncoder:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             return Dropped(where, "empty_prompt", "the chat template makes nothing of it")
+        ids = with_one_bos(ids, own_bos(self.tokenizer))  # as `extract` reads the answers
         room = None if self.max_positions is None else self.max_positions - len(ids)
         if room is not None and room < 1:
             return Dropped(where, "prompt_too_long", f"{len(ids)} tokens; the target takes {self.max_positions}")

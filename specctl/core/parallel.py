@@ -108,11 +108,15 @@ def leave_group() -> None:
 
 
 class Hop:
-    """The stream from the stage before and to the stage after, a batch ahead of the compute."""
+    """The stream from the stage before and to the stage after, a batch ahead of the compute.
+
+    Messages carry the batch's number, so that a stream is never taken for another batch's.
+    """
 
     def __init__(self, placement: Placement, device: torch.device, dtype: torch.dtype) -> None:
         self._placement = placement
         self._device, self._dtype = device, dtype
+        self._num_expected = self._num_sent = 0
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._expected: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -120,7 +124,8 @@ class Hop:
         """Post the receive of the next batch's stream [B, T, D], when there is a stage before."""
         if not self._placement.is_first_stage:
             stream = torch.empty(shape, dtype=self._dtype, device=self._device)
-            self._expected.append((dist.irecv(stream, self._placement.stage - 1), stream))
+            self._expected.append((dist.irecv(stream, self._placement.stage - 1, tag=self._num_expected), stream))
+            self._num_expected += 1
 
     def receive(self) -> torch.Tensor | None:
         """The stream of the batch expected longest ago; None on the first stage."""
@@ -137,7 +142,8 @@ class Hop:
         while len(self._sent) >= MAX_IN_FLIGHT:
             self._sent.popleft()[0].wait()
         stream = stream.to(self._dtype).contiguous()
-        self._sent.append((dist.isend(stream, self._placement.stage + 1), stream))
+        self._sent.append((dist.isend(stream, self._placement.stage + 1, tag=self._num_sent), stream))
+        self._num_sent += 1
 
     def flush(self) -> None:
         """Wait until everything sent has arrived."""
@@ -178,9 +184,9 @@ class StageGroup:
         return [outcome[0] for outcome in outcomes]
 
 
-def interrupted(done: int, total: int) -> InterruptedRun:
+def interrupted(num_shards: int) -> InterruptedRun:
     """What to raise when the user stopped a run that can go on."""
     return InterruptedRun(
-        f"interrupted with {done} of {total} shards complete",
+        f"interrupted with {num_shards} shards complete",
         hint="run the same command again to continue; nothing complete is lost",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,25 +36,11 @@ def remaining_shards(
     done_tokens = sum(entry.tokens for entry in manifest.shards)
     if all(p in by_print and int(Path(e.file).stem) == by_print[p].number for p, e in listed.items()):
         return [s for s in planned if s.fingerprint not in listed], done_tokens, len(listed)
-    held = held_keys(folder, manifest)
-    new = [i for i in indices.tolist() if spool.keys[i].tobytes() not in held]
-    refused = _refused_before(spool, new, manifest)
-    rest = np.array([i for i in new if i not in refused], np.int64)
+    # Samples refused for their states are known too: they would be refused again.
+    known = held_keys(folder, manifest) | {bytes.fromhex(drop.key) for drop in manifest.dropped_samples}
+    rest = np.array([i for i in indices.tolist() if spool.keys[i].tobytes() not in known], np.int64)
     first = 1 + max(int(Path(e.file).stem) for e in manifest.shards)
     return plan_shards(spool, rest, shard_tokens=shard_tokens, first_number=first), done_tokens, len(listed)
-
-
-def _refused_before(spool: Spool, indices: list[int], manifest: Manifest) -> set[int]:
-    """Samples that no shard holds because their states were refused: they would be refused again.
-
-    Known by their ids; when more samples bear an id than were refused under it, all are tried.
-    """
-    listed = Counter(drop.sample_id for drop in manifest.dropped_samples)
-    bearers: dict[str, list[int]] = {}
-    for i in indices if listed else ():
-        if spool.sample_id(i) in listed:
-            bearers.setdefault(spool.sample_id(i), []).append(i)
-    return {i for name, same in bearers.items() if len(same) <= listed[name] for i in same}
 
 
 def held_keys(folder: Path, manifest: Manifest) -> set[bytes]:

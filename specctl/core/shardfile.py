@@ -144,7 +144,11 @@ class ShardWriter:
         )
 
     def _list(self, path: Path, entry: ShardEntry | None, dropped: Mapping[int, str], shard: PlannedShard) -> None:
-        drops = [DroppedSample(self.spool.sample_id(i), why, path.name) for i, why in dropped.items()]
+        keys = self.spool.keys
+        drops = [
+            DroppedSample(self.spool.sample_id(i), why, path.name, keys[i].tobytes().hex())
+            for i, why in dropped.items()
+        ]
         listed = entry or ShardEntry(path.name, 0, 0, 0, 0, "")
         is_shared = self.placement.num_replicas > 1
         try:

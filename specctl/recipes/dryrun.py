@@ -56,7 +56,7 @@ def plan_only(config: ExtractConfig, reporter: Reporter) -> DryRunReport:
             "`--dry-run` measures the speed of one process",
             hint="leave out `--pp` and `--tp`; samples, bytes and shards are the same for any number of ranks",
         )
-    setup = set_up(config, reporter, None)
+    setup = set_up(config, reporter, 1)
     with tempfile.TemporaryDirectory(prefix="specctl-") as temporary:
         read = read_data(config, setup, Path(temporary), reporter)
         spool = open_spool(Path(temporary))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from specctl.records.extraction import ExtractConfig, ExtractReport, role_map
 from specctl.records.layers import parse_slots
 from specctl.records.progress import Reporter
 from specctl.records.provenance import versions
-from specctl.records.shard import SHARDS, Manifest, final_norm_applied
+from specctl.records.shard import Manifest, final_norm_applied
 from specctl.records.target import TargetSpec
 
 if TYPE_CHECKING:
@@ -74,32 +73,30 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
     from specctl.core.counts import seal
 
     began = time.monotonic()
-    setup = set_up(config, reporter, world.size if world is not None else None)
+    setup = set_up(config, reporter, config.pp * config.tp if world is None else 1)
     out = Path(config.out)
     with folders.held(out, overwrite=config.overwrite):
         manifest = folders.begin(out, Manifest(settings=setup.settings, provenance=_provenance(config, setup.spec)))
-        with _spool_folder(out / folders.PREPARED) as prepared:
-            read = read_data(config, setup, prepared, reporter)
-            job, kept = _job(config, setup, prepared, manifest, reporter)
+        try:
+            read = read_data(config, setup, out / folders.PREPARED, reporter)
+            job = _job(config, setup, out / folders.PREPARED, manifest, reporter)
             new_tokens = sum(s.num_tokens for s in job.shards)
-            try:
-                if job.shards:
-                    _run(job, config, world, reporter)
-                elif world is not None:
-                    world.share("job", None)
-            except KeyboardInterrupt:
-                done = len(folders.read_manifest(out).shards)
-                raise parallel.interrupted(done, len(job.shards) + kept) from None
-            finally:
-                _remove_temporaries(out)
-        seal(out, read)
+            if job.shards:
+                _run(job, config, world, reporter)
+            elif world is not None:
+                world.share("job", None)
+            seal(out, read)
+        except KeyboardInterrupt:
+            raise parallel.interrupted(len(folders.read_manifest(out).shards)) from None
+        finally:
+            folders.remove_temporaries(out)
     return _report(config, out, new_tokens, time.monotonic() - began, reporter)
 
 
-def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) -> Setup:
+def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> Setup:
     """Everything that can be refused before DATA is read or weights load."""
     from specctl.core import chat, split
-    from specctl.core.device import is_gpu, pick_device
+    from specctl.core.device import check_device
     from specctl.core.target import describe_target, load_tokenizer
 
     packing = compression(config)
@@ -108,9 +105,7 @@ def set_up(config: ExtractConfig, reporter: Reporter, world_size: int | None) ->
     note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
     if note:
         reporter.note(note)
-    on_gpu = is_gpu(pick_device(config.device)) if config.pp * config.tp == 1 and world_size is None else None
-    if on_gpu is None:
-        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and is_gpu(pick_device("auto")))
+    on_gpu = check_device(config.device, num_local_ranks)
     tokenizer = load_tokenizer(spec, trust_remote_code=config.trust_remote_code)
     template = chat.effective_template(tokenizer, config.chat_template)
     dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
@@ -178,10 +173,8 @@ def read_data(config: ExtractConfig, setup: Setup, folder: Path, reporter: Repor
     return read
 
 
-def _job(
-    config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest, reporter: Reporter
-) -> tuple[ExtractJob, int]:
-    """The shards still to make, and how many of the folder's are kept."""
+def _job(config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest, reporter: Reporter) -> ExtractJob:
+    """The shards still to make."""
     from specctl.core.extraction import ExtractJob
     from specctl.core.samples import open_spool
 
@@ -191,7 +184,7 @@ def _job(
     if kept:
         what = "nothing is left to do" if not shards else f"{len(shards)} to go"
         reporter.note(f"{kept} shards are there already, {what}")
-    job = ExtractJob(
+    return ExtractJob(
         spec=setup.spec,
         folder=Path(config.out),
         spool=prepared,
@@ -206,7 +199,6 @@ def _job(
         trust_remote_code=config.trust_remote_code,
         tokens_before=done_tokens,
     )
-    return job, kept
 
 
 def remaining(
@@ -282,16 +274,3 @@ def _provenance(config: ExtractConfig, spec: TargetSpec) -> dict[str, Any]:
         "limit": config.limit,
         "versions": versions(),
     }
-
-
-@contextmanager
-def _spool_folder(folder: Path) -> Iterator[Path]:
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_temporaries(out: Path) -> None:
-    for path in (out / SHARDS).glob(".*"):
-        path.unlink(missing_ok=True)

@@ -63,11 +63,12 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class DroppedSample:
-    """A sample that was refused after its states were seen."""
+    """A sample that was refused after its states were seen. `key` is its identity, in hexadecimal."""
 
     sample_id: str
     reason: str
     shard: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
