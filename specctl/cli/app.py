@@ -16,7 +16,9 @@ from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, Spe
 COMMANDS = ("extract", "regenerate", "inspect")
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Kernels that torch keeps per tensor shape on a CPU: 1024 of them, while every batch here has a new shape."""
+KERNELS_KEPT = "16"
+"""On a CPU torch keeps the last 1024 kernels, each made for one shape and 0.5 MiB large. Every batch
+here has a new shape: what one forward needs is enough, and the rest would grow to 450 MiB."""
 
 app = typer.Typer(
     name="specctl",
@@ -58,7 +60,7 @@ def main(args: list[str] | None = None) -> None:
 def run(args: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     for name in KERNEL_CACHES:
-        os.environ.setdefault(name, "64")
+        os.environ.setdefault(name, KERNELS_KEPT)
     try:
         result: Any = app(args=args, prog_name="specctl", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from specctl.core.capture import owned_slots, record, require_all
-from specctl.core.device import is_gpu, pick_device, synchronize
+from specctl.core.device import is_gpu, pick_device, release_host_memory, synchronize
 from specctl.core.parallel import Hop, StageGroup
 from specctl.core.placement import Placement, distributed_config
 from specctl.core.plan import Batch, PlannedShard, plan_batches
@@ -107,6 +107,7 @@ class ExtractJob:
                         stage.run(spool, batch, states, coming=coming)
                         reporter.advance(batch.end - batch.begin)
                     synchronize(target.device)
+                    release_host_memory()
                     if placement.is_recorder:
                         arrays = {s: to_numpy(b[: shard.num_tokens]) for s, b in states.items()}
                         background.submit(ShardJob(shard, arrays))
