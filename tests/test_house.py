@@ -223,3 +223,12 @@ def test_results_are_one_json_object_with_the_version(tiny, run_cli) -> None:
     record = json.loads(process.stdout)
     assert (process.returncode, record["command"], record["ok"]) == (0, "inspect", True)
     assert record["report"]["num_layers"] == 8
+
+
+@pytest.mark.parametrize("arguments", [[], *([c] for c in COMMANDS)])
+def test_a_command_without_arguments_shows_its_help_and_exits_2(arguments: list[str], run_cli) -> None:
+    process = run_cli(*arguments)
+    assert process.returncode == 2
+    assert process.stderr.startswith(f"Usage: specctl {' '.join(arguments)}".strip())
+    assert "error" not in process.stderr.splitlines()[0]
+    assert process.stdout == ""

@@ -222,7 +222,7 @@ def test_a_rank_that_ends_ends_the_run_with_its_cause(how: str, kind: type[Excep
 
 @pytest.mark.parametrize("family", ["multimodal", "gpt2"])
 def test_a_layout_that_cannot_be_split_is_refused_by_name_before_weights_load(family: str, tmp_path: Path) -> None:
-    """A4, C22: the folder has no weights at all here, and the refusal comes all the same."""
+    """A4: the folder has no weights at all here, and the refusal comes all the same."""
     spec = describe_target(str(make_tiny(family)))
     for file in Path(spec.path).iterdir():
         if file.suffix == ".json":

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl import __version__
-from specctl.cli.output import show_bug, show_error, show_lines
+from specctl.cli.output import say, show_bug, show_error, show_lines
 from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, SpecctlError
 
 COMMANDS = ("extract", "regenerate", "inspect")
@@ -66,9 +66,6 @@ def run(args: list[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except typer.TyperException as error:
         return _usage(error)
-    except InterruptedRun as error:
-        show_error(error)
-        return error.exit_code
     except SpecctlError as error:
         show_error(error)
         return error.exit_code
@@ -87,7 +84,8 @@ def _usage(error: typer.TyperException) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "specctl"
     message = error.format_message().strip().rstrip(".")
-    if not message:  # `no_args_is_help` has printed the help itself
+    if message.startswith("Usage:"):  # called without arguments: the message is the help
+        say(message)
         return EXIT_COULD_NOT
     show_error(SpecctlError(message[:1].lower() + message[1:], hint=f"`{command} --help` shows what there is"))
     return EXIT_COULD_NOT

@@ -27,11 +27,14 @@ def register(app: typer.Typer) -> None:
 def extract(
     context: typer.Context,
     target: Annotated[
-        str | None, typer.Argument(help="Model folder, hub id (owner/name), or a GGUF file or its folder.")
+        str | None,
+        typer.Argument(metavar="TARGET", help="Model folder, hub id (owner/name), or a GGUF file or its folder."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Argument(help="JSONL or Parquet files of conversations; `-` reads JSONL from standard input."),
+        typer.Argument(
+            metavar="DATA", help="JSONL or Parquet files of conversations; `-` reads JSONL from standard input."
+        ),
     ] = None,
     out: Annotated[
         str | None,
@@ -83,7 +86,11 @@ def extract(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Write the target's hidden states for conversations, as shards to train a draft from."""
+    """Write a target's hidden states for chats to disk.
+
+    A draft is trained on what its target computes at some layers, its hidden states. They are written as
+    shards, files of many samples each. A run that was stopped continues when it is started again.
+    """
     reporter = StderrReporter(is_quiet=quiet)
     if verify is not None:
         return _verify(context, verify, target, data, reporter, is_json=json)

@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(help="Shard folder, or a target's folder, hub id or GGUF file.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="Shard folder, or a target's folder, hub id or GGUF file.")
+    ],
     compare: Annotated[
         str | None, typer.Option(help="Another shard folder; exit 1 unless both store the same states.")
     ] = None,
@@ -35,7 +37,7 @@ def inspect(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Show what a shard folder or a target holds, or compare two shard folders."""
+    """Show what shards or a target hold, or compare shards."""
     from specctl.recipes import inspect as recipe
 
     reporter = StderrReporter(is_quiet=quiet)

@@ -33,10 +33,14 @@ def register(app: typer.Typer) -> None:
 
 def _regenerate(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(help="Model whose answers are wanted: a folder, a hub id or a GGUF file.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Model whose answers are wanted: a folder, a hub id or a GGUF file.")
+    ],
     prompts: Annotated[
         list[str],
-        typer.Argument(help="Questions or conversations: JSONL, JSON or Parquet files, or - for stdin."),
+        typer.Argument(
+            metavar="PROMPTS", help="Questions or conversations: JSONL, JSON or Parquet files, or - for stdin."
+        ),
     ],
     out: Annotated[str | None, typer.Option(help="Write the conversations to this JSONL file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Cut an answer after so many tokens.")] = 512,
@@ -44,7 +48,7 @@ def _regenerate(
     top_p: Annotated[
         float | None, typer.Option(help="Draw from the likeliest tokens that sum to this probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Start drawing from this number.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws, when --temperature is above 0.")] = 0,
     limit: Annotated[int | None, typer.Option(help="Stop after so many conversations.")] = None,
     drop_truncated: Annotated[
         bool, typer.Option("--drop-truncated", help="Leave out conversations whose last answer was cut.")
