@@ -1,6 +1,6 @@
 """How fast `specctl extract` is, as ratios within one run, against what a user would otherwise do.
 
-    make bench        (SmolLM2, real chats, both dtypes; about 8 minutes on two cores)
+    make bench        (SmolLM2, real chats, both dtypes; about 12 minutes on two cores)
 
 (a) end to end with shards on disk, against the bare forward of the base model in the best batching found;
 (b) against a padded batch with `output_hidden_states=True` and one `torch.save` per sample;
@@ -247,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--chats", nargs="*", default=[])
-    parser.add_argument("--limit", type=int, default=60)
+    parser.add_argument("--limit", type=int, default=80)
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
     parser.add_argument("--no-memory", action="store_true")
     arguments = parser.parse_args()

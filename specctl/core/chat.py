@@ -113,13 +113,19 @@ def template_hash(template: str | None) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """The SHA-256 of all that decides which ids a text becomes: vocabulary, rules, special tokens."""
     state: dict[str, Any] = {"special": _special_tokens(tokenizer), "side": tokenizer.truncation_side}
+    digest = hashlib.sha256()
     if tokenizer.is_fast:
-        rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # The last call's settings, not the tokenizer's.
-        state["rules"] = {key: rules[key] for key in rules if key not in ("truncation", "padding")}
+        backend = tokenizer.backend_tokenizer
+        if backend.truncation is not None or backend.padding is not None:
+            # The last call's settings, not the tokenizer's.
+            backend = type(backend).from_str(backend.to_str())
+            backend.no_truncation()
+            backend.no_padding()
+        digest.update(backend.to_str().encode())
     else:
         state["vocab"] = tokenizer.get_vocab()
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    digest.update(json.dumps(state, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def _read_template(path: str) -> str:
