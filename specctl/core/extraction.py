@@ -16,7 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from specctl.core.capture import owned_slots, record, require_all
@@ -163,7 +165,7 @@ class Stage:
         self._stream = self._hop.receive()
         self._sink.aim(batch, states, self._target.model)
         try:
-            output = self._forward(pad_right(spool, batch).to(self._target.device))
+            output = self._forward(pad_right([spool.input_ids(i) for i in batch.samples]).to(self._target.device))
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"out of memory on {self._target.device} with {len(batch.samples)} x {width} tokens",
@@ -221,13 +223,12 @@ def pack_rows(stream_BTD: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     return torch.cat([row[:length] for row, length in zip(stream_BTD, lengths, strict=True)])
 
 
-def pad_right(spool: Spool, batch: Batch) -> torch.Tensor:
-    """int64 [B, T]; each row is padded with its own first token, which every model knows."""
-    ids = torch.empty((len(batch.samples), batch.width), dtype=torch.int64)
-    for row, (sample, length) in enumerate(zip(batch.samples, batch.lengths, strict=True)):
-        tokens = torch.from_numpy(spool.input_ids(sample).copy())
-        ids[row, :length] = tokens
-        ids[row, length:] = tokens[0]
+def pad_right(rows: Sequence[NDArray[np.int32]]) -> torch.Tensor:
+    """int64 [B, T], the longest row first; each is padded with its own first token, which every model knows."""
+    ids = torch.empty((len(rows), len(rows[0])), dtype=torch.int64)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.from_numpy(tokens.copy())
+        ids[row, len(tokens) :] = int(tokens[0])
     return ids
 
 

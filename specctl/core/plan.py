@@ -80,29 +80,30 @@ def plan_shards(
 
 
 def plan_batches(spool: Spool, shard: PlannedShard, *, batch_tokens: int) -> list[Batch]:
-    """Cut a shard's samples, longest first, into batches of at most `batch_tokens` padded tokens.
+    """The batches that fill a shard, in row order."""
+    lengths = [int(spool.lengths[i]) for i in shard.samples]
+    batches: list[Batch] = []
+    begin = 0
+    for first, end in cut_batches(lengths, batch_tokens=batch_tokens):
+        batches.append(Batch(shard.samples[first:end], tuple(lengths[first:end]), begin))
+        begin = batches[-1].end
+    return batches
+
+
+def cut_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[tuple[int, int]]:
+    """Cut samples, longest first, into ranges [first, end) of at most `batch_tokens` padded tokens.
 
     A sample longer than that runs alone. A batch ends where padding would pass an eighth of a row:
     more padding costs more than a smaller batch does.
     """
-    batches: list[Batch] = []
-    members: list[int] = []
-    begin = 0
-    for index in shard.samples:
-        width = int(spool.lengths[members[0]]) if members else 0
-        length = int(spool.lengths[index])
-        is_full = bool(members) and ((len(members) + 1) * width > batch_tokens or length < width * 7 // 8)
-        if is_full:
-            batches.append(_batch(spool, members, begin))
-            begin = batches[-1].end
-            members = []
-        members.append(index)
-    batches.append(_batch(spool, members, begin))
-    return batches
-
-
-def _batch(spool: Spool, members: Sequence[int], begin: int) -> Batch:
-    return Batch(tuple(members), tuple(int(spool.lengths[i]) for i in members), begin)
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for i, length in enumerate(lengths):
+        width = lengths[first]
+        if i > first and ((i - first + 1) * width > batch_tokens or length < width * 7 // 8):
+            ranges.append((first, i))
+            first = i
+    return [*ranges, (first, len(lengths))]
 
 
 def _shard(spool: Spool, members: Sequence[int], number: int) -> PlannedShard:

@@ -1,7 +1,7 @@
 """Recomputes stored states by another road and compares: the proof that a folder means what it says.
 
-The reference is the plain transformers forward of one unpadded sample with `output_hidden_states`, not
-the hooks that made the folder. Logits are rebuilt by the model's own head, with the stored state put
+The reference is the plain transformers forward with `output_hidden_states` of the batch that a sample was
+in, not the hooks that made the folder: on the same machine it gives the same bits. Logits are rebuilt by the model's own head, with the stored state put
 where the head reads, so that soft caps and scales are the model's.
 """
 
@@ -65,41 +65,39 @@ def match(slot: str, found: torch.Tensor, expected: torch.Tensor) -> SlotMatch:
 
 
 @torch.inference_mode()
-def reference_states(target: LoadedTarget, input_ids: torch.Tensor, slots: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Each slot [T, D] as plain transformers gives it, final-norm convention translated.
+def reference_states(
+    target: LoadedTarget, ids_BT: torch.Tensor, row: int, length: int, slots: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Each slot [length, D] of one row as plain transformers gives it, final-norm convention translated.
 
     `hidden_states[b]` is boundary b for b < N and the normed state for b = N; boundary N itself is
-    not in that list and is left out.
+    not in that list and is left out. `norm` is always there when the model returns states at all.
     """
-    output = target.decoder.caller(input_ids=input_ids[None].to(target.device), output_hidden_states=True)
+    output = target.decoder.caller(input_ids=ids_BT.to(target.device), use_cache=False, output_hidden_states=True)
     hidden = getattr(output, "hidden_states", None)
     if hidden is None:
         return {}
     num_layers = target.spec.num_layers
-    states = {}
-    for slot in slots:
-        index = num_layers if slot == NORM else int(slot)
-        if slot == NORM or index < num_layers:
-            states[slot] = hidden[index][0].cpu()
-    return states
+    kept = {slot: int(slot) for slot in slots if slot != NORM and int(slot) < num_layers} | {NORM: num_layers}
+    return {slot: hidden[index][row, :length].cpu() for slot, index in kept.items()}
 
 
 @torch.inference_mode()
-def logit_gaps(target: LoadedTarget, input_ids: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Mean absolute log-probability difference between the model's logits and those rebuilt from
-    the stored `norm` and, through the final norm, from the stored last boundary."""
+def logit_gaps(
+    target: LoadedTarget, input_ids: torch.Tensor, own_final: torch.Tensor, states: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """Mean absolute log-probability difference between the logits of the model's own final states
+    [T, D] and those rebuilt from the stored `norm` and, through the final norm, from the stored last
+    boundary."""
     ids = input_ids[None].to(target.device)
-    own = target.model(input_ids=ids).logits[0].float().log_softmax(-1)
-    gaps = {}
-    if NORM in states:
-        rebuilt = _logits_with(target, ids, states[NORM].to(target.device))
-        gaps[NORM] = float((rebuilt - own).abs().mean())
     last = str(target.spec.num_layers)
+    finals = {NORM: states[NORM].to(target.device)} if NORM in states else {}
     if last in states:
-        norm = final_norm(target)
-        rebuilt = _logits_with(target, ids, stream_or_raise(norm(states[last].to(target.device)[None]))[0])
-        gaps["last"] = float((rebuilt - own).abs().mean())
-    return gaps
+        finals["last"] = stream_or_raise(final_norm(target)(states[last].to(target.device)[None]))[0]
+    if not finals:
+        return {}
+    own = _logits_with(target, ids, own_final.to(target.device))
+    return {name: float((_logits_with(target, ids, final) - own).abs().mean()) for name, final in finals.items()}
 
 
 @torch.inference_mode()

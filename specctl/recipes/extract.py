@@ -76,7 +76,7 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
     setup = set_up(config, reporter, config.pp * config.tp if world is None else 1)
     out = Path(config.out)
     with folders.held(out, overwrite=config.overwrite):
-        manifest = folders.begin(out, Manifest(settings=setup.settings, provenance=_provenance(config, setup.spec)))
+        manifest = folders.begin(out, Manifest(settings=setup.settings, provenance=_provenance(config, setup)))
         try:
             read = read_data(config, setup, out / folders.PREPARED, reporter)
             job = _job(config, setup, out / folders.PREPARED, manifest, reporter)
@@ -265,10 +265,11 @@ def _report(config: ExtractConfig, out: Path, new_tokens: int, seconds: float, r
     )
 
 
-def _provenance(config: ExtractConfig, spec: TargetSpec) -> dict[str, Any]:
+def _provenance(config: ExtractConfig, setup: Setup) -> dict[str, Any]:
     return {
-        "target": spec.name,
-        "revision": spec.revision,
+        "target": setup.spec.name,
+        "revision": setup.spec.revision,
+        "batch_tokens": setup.batch_tokens,
         "data": list(config.data),
         "seed": config.seed,
         "limit": config.limit,
