@@ -185,7 +185,7 @@ def test_a_wrong_setting_is_one_error_and_leaves_nothing(
 
 def test_role_pairs_are_checked() -> None:
     assert role_map(["laguna_s=assistant"]) == {"laguna_s": "assistant"}
-    with pytest.raises(UsageError, match="NAME=ROLE"):
+    with pytest.raises(UsageError, match="NAME=ROLE with a known role"):
         role_map(["laguna_s=robot"])
 
 

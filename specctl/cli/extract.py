@@ -33,7 +33,7 @@ def extract(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="DATA", help="JSONL or Parquet files of conversations; `-` reads JSONL from standard input."
+            metavar="DATA", help="JSONL, JSON or Parquet files of conversations; `-` reads JSONL from standard input."
         ),
     ] = None,
     out: Annotated[
@@ -104,6 +104,8 @@ def extract(
     for name in ("data", "role_map"):
         if name in flags:
             flags[name] = tuple(flags[name])
+    if dry_run:
+        flags.setdefault("out", "no-folder-given")
     settings = options.build(ExtractConfig, context, flags, config)
     if dry_run:
         from specctl.recipes.dryrun import plan_only

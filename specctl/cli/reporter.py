@@ -72,7 +72,8 @@ class StderrReporter:
 
     def _amount(self) -> str:
         of = f"/{self._total:,}" if self._total is not None else ""
-        return f"{self._done:,}{of} {self._unit}, {self._rate():,.0f}/s"
+        rate = self._rate()
+        return f"{self._done:,}{of} {self._unit}, {rate:,.{0 if rate >= 10 else 2}f}/s"
 
     def _time_left(self) -> str:
         if self._total is None or self._rate() == 0:

@@ -185,7 +185,8 @@ def _begin(folder: Path, manifest: Manifest) -> Manifest:
         raise SettingsChangedError(
             f"the folder was made with other settings: {'; '.join(differing)}",
             where=str(folder),
-            hint="give the old settings to continue it, `--overwrite` to start over, or another `--out`",
+            hint="give the old settings (`slots` is `--layers`) to continue it, `--overwrite` to start over, "
+            "or another `--out`",
         )
     kept = tuple(e for e in old.shards if e.rows == 0 or (folder / SHARDS / e.file).exists())
     for entry in (e for e in kept if e.rows):

@@ -1,8 +1,9 @@
 """Recomputes stored states by another road and compares: the proof that a folder means what it says.
 
-The reference is the plain transformers forward with `output_hidden_states` of the batch that a sample was
-in, not the hooks that made the folder: on the same machine it gives the same bits. Logits are rebuilt by the model's own head, with the stored state put
-where the head reads, so that soft caps and scales are the model's.
+The reference is the plain transformers forward with `output_hidden_states` of the batch that a sample
+was in, not the hooks that made the folder: on the same machine it gives the same bits. Logits are
+rebuilt by the model's own head, with the stored state put where the head reads, so that soft caps and
+scales are the model's.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _job(config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest
     _require_space(config, setup, sum(s.num_tokens for s in shards))
     if kept:
         what = "nothing is left to do" if not shards else f"{len(shards)} to go"
-        reporter.note(f"{kept} shards are there already, {what}")
+        reporter.note(f"shards already there: {kept}; {what}")
     return ExtractJob(
         spec=setup.spec,
         folder=Path(config.out),

@@ -97,6 +97,11 @@ def inspect(
         return _folder(folder, reporter, sample=sample, target=target)
     if (folder / SHARDS).is_dir():
         raise InputError(f"the folder has `{SHARDS}/` but no `{MANIFEST}`", where=path)
+    if folder.is_dir() and not (folder / "config.json").exists() and not list(folder.glob("*.gguf")):
+        raise InputError(
+            f"the folder has neither `config.json` nor a GGUF file, as targets do, nor `{MANIFEST}`, as shards do",
+            where=path,
+        )
     return _target(path)
 
 

@@ -16,7 +16,7 @@ from specctl.records.shard import SHARDS, Manifest, ShardEntry
 if TYPE_CHECKING:
     from specctl.core.recompute import SlotMatch
 
-SAMPLES = 8
+SAMPLES = 4
 MAX_LOGIT_GAP: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.02}
 """Mean log-probability difference. On the machine that made the folder it is 0; other kernels round
 other ways (4e-6 in float32), and one wrong layer gives more than 0.1."""

@@ -77,7 +77,8 @@ def role_map(pairs: Sequence[str]) -> dict[str, str]:
         name, separator, role = pair.partition("=")
         if not separator or role not in ("system", "user", "assistant", "tool"):
             raise UsageError(
-                f"`--role-map {pair}` must be NAME=ROLE", hint="ROLE is one of system, user, assistant, tool"
+                f"`--role-map {pair}` is not NAME=ROLE with a known role",
+                hint="ROLE is one of system, user, assistant, tool",
             )
         mapped[name] = role
     return mapped
