@@ -108,8 +108,9 @@ class ExtractJob:
                     for batch, coming in zip_longest(batches, [*batches[1:], *after]):
                         stage.run(spool, batch, states, coming=coming)
                         reporter.advance(batch.end - batch.begin)
+                        if not is_gpu(target.device):
+                            release_host_memory()
                     synchronize(target.device)
-                    release_host_memory()
                     if placement.is_recorder:
                         arrays = {s: to_numpy(b[: shard.num_tokens]) for s, b in states.items()}
                         background.submit(ShardJob(shard, arrays))
