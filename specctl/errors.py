@@ -6,6 +6,7 @@
     |  |- TargetError           2  the target model cannot be used
     |  |- DataError             2  conversations or prompts cannot be used
     |  |- ShardError            2  a shard folder is damaged or is not one
+    |  |- UnsafeFile            2  a weights file names code to run
     |  `- SettingsChangedError  2  a run does not fit the folder it would continue
     |- NotSupportedError        2  known, and refused by name
     |- MachineError             2  disk, memory, device, process or network
@@ -67,6 +68,10 @@ class DataError(InputError):
 
 class ShardError(InputError):
     """A shard folder is damaged, or is not one."""
+
+
+class UnsafeFile(InputError):
+    """A weights file names code that loading it would run. Nothing of it was run."""
 
 
 class SettingsChangedError(InputError):

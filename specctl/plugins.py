@@ -4,17 +4,24 @@ A plug-in is a module in one of the folders below; its file name is its registra
 reads the folder and imports nothing.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import specctl
 from specctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from specctl.files.checkpoint import Checkpoint
+    from specctl.files.head import Asked, Head, Written
+    from specctl.records.draft import DraftBatch, DraftSettings, LossReport
 from specctl.records.shard import ShardEntry, ShardLayout, SlotArray
 
-Kind = Literal["stores", "formats", "drafts", "engines"]
+Kind = Literal["stores", "formats", "contracts", "drafts", "engines"]
 
 
 class ShardReader(Protocol):
@@ -23,16 +30,16 @@ class ShardReader(Protocol):
     layout: ShardLayout
     sample_ids: Sequence[str]
 
-    def offsets(self) -> "Any":
+    def offsets(self) -> Any:
         """int64 [S+1]: sample i is rows offsets[i]:offsets[i+1]."""
 
-    def input_ids(self) -> "Any":
+    def input_ids(self) -> Any:
         """int32 [T]."""
 
-    def loss_mask(self) -> "Any":
+    def loss_mask(self) -> Any:
         """uint8 [T]."""
 
-    def slot(self, slot: str, rows: slice | None = None) -> "Any":
+    def slot(self, slot: str, rows: slice | None = None) -> Any:
         """The states of one slot, [T, D], in `layout.dtype` (bfloat16 as its uint16 bits)."""
 
 
@@ -53,6 +60,42 @@ class Store(Protocol):
         """Open a shard, checking its size and structure. Raises ShardError."""
 
 
+class Format(Protocol):
+    """One checkpoint layout. Source: docs/design.md, Checkpoints."""
+
+    TITLE: str
+    """What the layout is called, with the project that writes it."""
+
+    def recognise(self, checkpoint: Checkpoint) -> int:
+        """How much of the checkpoint looks like this layout, from 0 (certainly not) to 100; never raises."""
+
+    def aux_ids(self, checkpoint: Checkpoint, num_layers: int | None) -> tuple[int, ...] | None:
+        """The boundary ids that the checkpoint means, None where it does not say; never raises."""
+
+    def read(self, checkpoint: Checkpoint, asked: Asked) -> Head:
+        """The head in canonical terms.
+
+        Raises InputError for what is broken, UsageError naming the option where the checkpoint does
+        not determine an answer, NotSupportedError for what canonical terms cannot say.
+        """
+
+    def write(self, head: Head, asked: Asked) -> Written:
+        """The head as this layout spells it. Raises NotSupportedError for what the layout cannot hold."""
+
+
+class Draft(Protocol):
+    """One algorithm for a draft: how it is trained. Source: docs/design.md, Slot frame."""
+
+    IS_PARALLEL: bool
+    """One forward drafts every token; the head then has `mask_hidden` and a reserved token."""
+
+    def training_loss(
+        self, model: "Any", batch: DraftBatch, *, teacher: "Any", settings: DraftSettings, generator: "Any"
+    ) -> LossReport:
+        """Summed losses of a packed batch. `model` is a core.modules.DraftModel, `teacher` a
+        core.losses.Teacher, `generator` a torch.Generator on the CPU from which all draws come."""
+
+
 def names(kind: Kind) -> tuple[str, ...]:
     """The plug-ins of one kind, sorted."""
     folder = Path(specctl.__file__).parent / kind
@@ -68,4 +111,21 @@ def load(kind: Kind, name: str) -> ModuleType:
 
 def load_store(name: str) -> Store:
     """The shard container called `name`."""
-    return cast(Store, load("stores", name))
+    return cast("Store", load("stores", name))
+
+
+def recognise(checkpoint: Checkpoint) -> str | None:
+    """The layout that most of a checkpoint looks like, the canonical one of equals; None where none does."""
+    scores = {name: load_format(name).recognise(checkpoint) for name in names("formats")}
+    best = max(scores, key=lambda name: (scores[name], name == "vllm"))
+    return best if scores[best] > 0 else None
+
+
+def load_draft(name: str) -> Draft:
+    """The draft algorithm called `name`."""
+    return cast(Draft, load("drafts", name))
+
+
+def load_format(name: str) -> Format:
+    """The checkpoint layout called `name`."""
+    return cast("Format", load("formats", name))

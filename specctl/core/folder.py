@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from specctl.errors import MachineError, SettingsChangedError, ShardError, SpecctlError
+from specctl.files.durable import sync_folder as sync_folder
 from specctl.records.shard import (
     MANIFEST,
     SHARDS,
@@ -69,15 +70,6 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a rename in `folder` to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

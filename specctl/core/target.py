@@ -20,9 +20,8 @@ from specctl.core.decoder import Decoder, find_decoder
 from specctl.core.device import DTYPES
 from specctl.core.quiet import quiet_transformers
 from specctl.errors import MachineError, NotSupportedError, SpecctlError, TargetError
-from specctl.records.target import TargetSpec
+from specctl.records.target import TargetSpec, text_settings
 
-TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*", "*.py"]
 _LOADER_ERRORS = (OSError, ValueError, ImportError, LookupError, RuntimeError, TypeError, AttributeError)
@@ -155,19 +154,6 @@ def load_target(
     model.eval()
     model.requires_grad_(False)
     return LoadedTarget(spec, model, find_decoder(model, spec.num_layers), device, DTYPES[dtype])
-
-
-def text_settings(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The part of a raw config that describes the text model, and the key it was under.
-
-    A null or absent nested config falls back to the flat fields. Source: NVIDIA-NeMo/Automodel#3071.
-    """
-    for key in TEXT_KEYS:
-        nested = config.get(key)
-        if isinstance(nested, Mapping) and nested:
-            inner, settings = text_settings(nested)
-            return (f"{key}.{inner}".rstrip("."), settings)
-    return "", config
 
 
 def resolve(name: str, revision: str | None = None) -> tuple[Path, str | None]:

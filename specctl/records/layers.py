@@ -6,6 +6,7 @@ Source: docs/design.md, Conventions.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 from specctl.errors import UsageError
 
@@ -26,6 +27,31 @@ def aux_boundaries(num_layers: int) -> tuple[int, int, int]:
             hint=f"it is too shallow, pass three distinct ids from 0..{num_layers}, as in `--layers 0,1,last`",
         )
     return ids
+
+
+def is_deep_enough(num_layers: int) -> bool:
+    """Whether `aux` means three ids in rising order."""
+    return num_layers >= 7
+
+
+def tell_convention(ids: Sequence[int], num_layers: int | None) -> Literal["boundary", "output"] | None:
+    """What unlabelled `ids` count: layers run before the state, or the layer from 0 whose output it is.
+
+    Only what can be meant in one way: the defaults of either counting, an id that equals the number of
+    layers, or three ids that begin as the defaults do. None where both are possible.
+    """
+    listed = tuple(sorted(ids))
+    if num_layers is not None and is_deep_enough(num_layers):
+        boundaries = aux_boundaries(num_layers)
+        if listed == boundaries:
+            return "boundary"
+        if listed == tuple(b - 1 for b in boundaries):
+            return "output"
+    if num_layers is not None and listed and listed[-1] == num_layers:
+        return "boundary"
+    if len(listed) == 3 and listed[0] in (1, 2):
+        return "output" if listed[0] == 1 else "boundary"
+    return None
 
 
 def parse_slots(text: str, num_layers: int) -> tuple[str, ...]:

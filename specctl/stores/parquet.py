@@ -6,7 +6,6 @@ bounded, so no column ever passes 2^31 values in one piece (apache/arrow#43185).
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specctl.errors import ShardError
+from specctl.files.durable import sync_file
 from specctl.records.shard import NUMPY_DTYPE, ShardEntry, ShardLayout, SlotArray
 
 SUFFIX: Final = ".parquet"
@@ -48,11 +48,7 @@ def write(path: Path, layout: ShardLayout, small: Mapping[str, SlotArray], slots
     with writer:
         for first, end in row_groups(small["offsets"], layout):
             writer.write_table(_table(first, end, layout, small, slots, schema), row_group_size=end - first)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(path)
 
 
 def row_groups(offsets: NDArray[np.int64], layout: ShardLayout) -> Iterator[tuple[int, int]]:

@@ -14,14 +14,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.errors import ShardError
+from specctl.errors import InputError, ShardError
+from specctl.files import safetensors as files
+from specctl.files.durable import sync_file
+from specctl.files.tensors import TensorEntry
 from specctl.records.shard import NUMPY_DTYPE, ShardEntry, ShardLayout, SlotArray
 
 SUFFIX: Final = ".safetensors"
 COMPRESSIONS: Final = ("none",)
 IS_RANDOM_ACCESS: Final = True
 
-MAX_HEADER_BYTES: Final = 100_000_000
 _CODES: Final[Mapping[str, tuple[str, Any]]] = {
     "bfloat16": ("BF16", np.uint16),
     "float16": ("F16", np.float16),
@@ -38,7 +40,7 @@ def write(path: Path, layout: ShardLayout, small: Mapping[str, SlotArray], slots
     create(path, layout, small)
     for slot, states in slots.items():
         write_slot(path, slot, states)
-    sync(path)
+    sync_file(path)
 
 
 def create(path: Path, layout: ShardLayout, small: Mapping[str, SlotArray]) -> None:
@@ -59,28 +61,18 @@ def create(path: Path, layout: ShardLayout, small: Mapping[str, SlotArray]) -> N
 
 def write_slot(path: Path, slot: str, states: SlotArray) -> None:
     """Write one slot's [T, D] into the file that `create` laid down."""
-    info, data_start = read_header(path)
-    begin, end = info[f"hidden.{slot}"]["data_offsets"]
-    assert states.nbytes == end - begin, (slot, states.shape)
+    entry = read_header(path)[0][f"hidden.{slot}"]
+    assert states.nbytes == entry.nbytes, (slot, states.shape)
     descriptor = os.open(path, os.O_RDWR)
     try:
-        _pwrite(descriptor, np.ascontiguousarray(states).data, data_start + begin)
-        os.fsync(descriptor)
+        _pwrite(descriptor, np.ascontiguousarray(states).data, entry.begin)
     finally:
         os.close(descriptor)
+    sync_file(path)
 
 
-def sync(path: Path) -> None:
-    """Force the file to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_header(path: Path, expected_bytes: int | None = None) -> tuple[dict[str, Any], int]:
-    """The tensors' entries and where data begins. Raises ShardError when the file is cut or damaged.
+def read_header(path: Path, expected_bytes: int | None = None) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The arrays by name, and the metadata. Raises ShardError when the file is cut or damaged.
 
     Found by structure and size, never by a library's error text, which is no API
     (Comfy-Org/ComfyUI#15602).
@@ -91,19 +83,10 @@ def read_header(path: Path, expected_bytes: int | None = None) -> tuple[dict[str
         raise ShardError("the shard is missing", where=str(path), hint=_REDO) from None
     if expected_bytes is not None and size != expected_bytes:
         raise ShardError(f"the shard has {size} bytes; {expected_bytes} were written", where=str(path), hint=_REDO)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"its header would have {length} bytes of {size}")
-        raw = file.read(length)
     try:
-        info = json.loads(raw)
-        end = _contiguous_end(info)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise _damaged(path, "its header is no JSON of safetensors") from None
-    if 8 + length + end != size:
-        raise _damaged(path, f"its header describes {8 + length + end} bytes and the file has {size}")
-    return info, 8 + length
+        return files.read_header(path)
+    except InputError as error:
+        raise _damaged(path, error.message) from None
 
 
 class Reader:
@@ -111,11 +94,11 @@ class Reader:
 
     def __init__(self, path: Path, entry: ShardEntry | None = None) -> None:
         self._path = path
-        self._info, self._start = read_header(path, entry.bytes if entry else None)
+        self._arrays, metadata = read_header(path, entry.bytes if entry else None)
         self._map = np.memmap(path, np.uint8, mode="r")
         try:
-            self.layout = ShardLayout(**_layout_fields(self._info["__metadata__"]["specctl"]))
-            _require_arrays(self._info, self.layout)
+            self.layout = ShardLayout(**_layout_fields(metadata["specctl"]))
+            _require_arrays(self._arrays, self.layout)
             _require_offsets(self.offsets(), self.layout)
             ids = self._array("sample_ids")
             self.sample_ids: Sequence[str] = [bytes(row).rstrip(b"\0").decode() for row in ids]
@@ -140,10 +123,9 @@ class Reader:
         return states if rows is None else states[rows]
 
     def _array(self, name: str) -> NDArray[Any]:
-        entry = self._info[name]
-        begin, end = entry["data_offsets"]
-        raw = self._map[self._start + begin : self._start + end]
-        values: NDArray[Any] = raw.view(_BY_CODE[entry["dtype"]]).reshape(entry["shape"])
+        entry = self._arrays[name]
+        raw = self._map[entry.begin : entry.begin + entry.nbytes]
+        values: NDArray[Any] = raw.view(_BY_CODE[entry.dtype]).reshape(entry.shape)
         return values
 
 
@@ -159,26 +141,9 @@ def _damaged(path: Path, what: str) -> ShardError:
     return ShardError(f"the shard is damaged or cut: {what}", where=str(path), hint=_REDO)
 
 
-def _contiguous_end(info: Mapping[str, Any]) -> int:
-    """Where data ends: the arrays fill it in some order without hole or overlap, by the format's rule.
-
-    Raises ValueError, LookupError, TypeError or AttributeError for entries that are none.
-    """
-    position = 0
-    arrays = [entry for name, entry in info.items() if name != "__metadata__"]
-    for entry in sorted(arrays, key=lambda entry: tuple(entry["data_offsets"])):
-        begin, end = entry["data_offsets"]
-        size = math.prod(entry["shape"]) * np.dtype(_BY_CODE[entry["dtype"]]).itemsize
-        is_whole = all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"]))
-        if not is_whole or begin != position or end - begin != size:
-            raise ValueError(f"shape {entry['shape']} cannot fill bytes {begin}..{end}")
-        position = end
-    return position
-
-
-def _require_arrays(info: Mapping[str, Any], layout: ShardLayout) -> None:
+def _require_arrays(arrays: Mapping[str, TensorEntry], layout: ShardLayout) -> None:
     """Raises ValueError unless the header describes exactly the arrays that `layout` asks for."""
-    width = info["sample_ids"]["shape"][-1]
+    width = arrays["sample_ids"].shape[-1]
     wanted = {
         "offsets": ("int64", [layout.num_samples + 1]),
         "input_ids": ("int32", [layout.num_tokens]),
@@ -186,7 +151,7 @@ def _require_arrays(info: Mapping[str, Any], layout: ShardLayout) -> None:
         "sample_ids": ("uint8", [layout.num_samples, width]),
     }
     wanted |= {f"hidden.{s}": (layout.dtype, [layout.num_tokens, layout.hidden_size]) for s in layout.slots}
-    found = {name: (entry["dtype"], entry["shape"]) for name, entry in info.items() if name != "__metadata__"}
+    found = {name: (entry.dtype, list(entry.shape)) for name, entry in arrays.items()}
     for name in sorted(wanted.keys() | found.keys()):
         expected = (_CODES[wanted[name][0]][0], wanted[name][1]) if name in wanted else None
         if found.get(name) != expected:

@@ -1,0 +1,100 @@
+"""Writes that survive a power cut and leave nothing half done. Knows paths, not what is written."""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from specctl.errors import MachineError, SpecctlError, UsageError
+from specctl.files.regular import shown
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_TAKEN: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's bytes to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Force the names in a folder, and so a rename in it, to disk. Raises OSError."""
+    sync_file(path)
+
+
+@contextmanager
+def new_folder(out: Path, what: str) -> Iterator[Path]:
+    """A hidden folder beside `out`, which becomes `out` at the end, or vanishes when anything fails.
+
+    `what` names it in errors, as in "a checkpoint". Raises UsageError when `out` is taken, MachineError when
+    it cannot be written or the disk is full.
+    """
+    place = Path(os.path.realpath(out))
+    _refuse_taken(place, out, what)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Part of the name, so that a user sees what a killed run left; all of it may be too long for a file.
+        temporary = place.with_name(f".{place.name[:40]}.{uuid.uuid4().hex[:12]}.tmp")
+        temporary.mkdir()
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        _move(temporary, place, out, what)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _cannot_write(out, error) from error
+    except BaseException:
+        # KeyboardInterrupt too: a half-written folder must not look like something to use.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _refuse_taken(place: Path, out: Path, what: str) -> None:
+    try:
+        is_taken = os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir()))
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    if is_taken:
+        raise _taken(out, what)
+
+
+def _move(temporary: Path, place: Path, out: Path, what: str) -> None:
+    try:
+        temporary.rename(place)
+    except OSError as error:
+        if error.errno in _TAKEN:
+            raise _taken(out, what) from None
+        raise
+    sync_folder(place.parent)
+
+
+def _taken(out: Path, what: str) -> UsageError:
+    return UsageError(
+        f"expected a new or empty folder for {what} and found something there",
+        where=shown(str(out)),
+        hint="choose another `--out`, or remove what is there",
+    )
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync_file(Path(parent, name))
+        sync_folder(Path(parent))
+
+
+def _cannot_write(out: Path, error: OSError) -> SpecctlError:
+    if error.errno in _FULL:
+        return MachineError("the disk is full", where=shown(str(out)), hint="make room and run the same command again")
+    reason = error.strerror or str(error)
+    return MachineError(f"cannot write to the folder: {shown(reason)}", where=shown(str(out)))
