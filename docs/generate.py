@@ -1,15 +1,17 @@
-"""Writes docs/cli.md from the program's own help; with --check only compares.
+"""Writes docs/cli.md from the program's own help and docs/rules.md from the rules; with --check only compares.
 
-The help is the one source: a flag that is renamed cannot stay in the docs.
+The program is the one source: a flag that is renamed cannot stay in the docs.
 """
 
-import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from specctl.cli.check_ckpt import NEEDS  # noqa: E402
 
 
 def cli_page() -> str:
@@ -21,25 +23,52 @@ def cli_page() -> str:
     root = typer.main.get_command(app)
     parts = ["# Commands\n\nWritten by `make docs` from the program's own help.\n"]
     for name in COMMANDS:
-        importlib.import_module(f"specctl.cli.{name}")
         command = root.get_command(None, name)
         context = command.make_context(f"specctl {name}", ["x"], resilient_parsing=True)
         parts.append(f"## specctl {name}\n\n```text\n{command.get_help(context).rstrip()}\n```\n")
     return "\n".join(parts)
 
 
+def rules_page() -> str:
+    """Every rule of `specctl check-ckpt`, by the part of the checkpoint it looks at."""
+    from specctl import plugins
+
+    parts = [
+        "# Rules of `specctl check-ckpt`\n\nWritten by `make docs` from the rules themselves. An *error* will not load "
+        "or is provably wrong; a *warning* loads and loses acceptance, or depends on the version; a *note* is worth "
+        "knowing.\n"
+    ]
+    for name in plugins.names("contracts"):
+        contract = plugins.load("contracts", name)
+        parts.append(f"## {name}\n\n{contract.__doc__.strip()}\n")
+        parts += [_rule_text(rule) for rule in contract.RULES]
+    return "\n".join(parts)
+
+
+def _rule_text(rule: Any) -> str:
+    lines = [f"### {rule.id}\n", f"*{rule.level}*: {rule.says}.\n", f"{rule.story}\n", f"**Fix:** {rule.fix}.\n"]
+    if rule.since:
+        lines.append(f"**Holds for:** {rule.since}.\n")
+    if rule.needs:
+        lines.append(f"**Checked with:** {', '.join(NEEDS[need] for need in rule.needs)}.\n")
+    return "\n".join([*lines, f"**Source:** {rule.source}.\n"])
+
+
+PAGES = {"cli.md": cli_page, "rules.md": rules_page}
+
+
 def main(arguments: list[str]) -> int:
     """Write, or compare and say what to do."""
     os.environ["COLUMNS"] = "80"
-    path = ROOT / "docs" / "cli.md"
-    page = cli_page()
-    if arguments == ["--check"]:
-        if not path.exists() or path.read_text() != page:
-            sys.stderr.write("error: docs/cli.md differs from the program's help\n\nhint: make docs\n")
-            return 1
-        return 0
-    path.write_text(page)
-    return 0
+    stale = 0
+    for name, make in PAGES.items():
+        path, page = ROOT / "docs" / name, make()
+        if arguments != ["--check"]:
+            path.write_text(page)
+        elif not path.exists() or path.read_text() != page:
+            sys.stderr.write(f"error: docs/{name} differs from the program\n\nhint: make docs\n")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

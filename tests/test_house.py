@@ -20,19 +20,23 @@ from specctl.cli.app import COMMANDS
 PACKAGE = ROOT / "specctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = {
-    "cli": 6,
-    "recipes": 5,
-    "drafts": 5,
-    "engines": 5,
-    "core": 4,
-    "formats": 3,
-    "stores": 3,
-    "plugins": 3,
+    "cli": 7,
+    "recipes": 6,
+    "drafts": 6,
+    "engines": 6,
+    "core": 5,
+    "contracts": 4,
+    "formats": 4,
+    "stores": 4,
+    "plugins": 4,
+    "files": 3,
     "records": 2,
     "errors": 1,
 }
-WINGS = {"cli", "recipes", "core", "records"}
-"""Folders whose files may import each other; plug-ins stand alone."""
+WINGS = {"cli", "recipes", "core", "contracts", "files", "formats", "records"}
+"""Folders whose files may import each other; plug-ins share only what begins with an underscore."""
+
+PLUGINS = ("stores", "formats", "contracts", "drafts", "engines")
 
 HEAVY = ("torch", "transformers", "pyarrow", "accelerate", "safetensors", "numpy")
 
@@ -74,6 +78,29 @@ def test_a_file_imports_only_from_lower_floors(path: Path) -> None:
     mine = room(path)
     for other in rooms_imported(path) - ({mine} if mine in WINGS else set()):
         assert FLOORS[other] < FLOORS[mine], f"{path.name} ({mine}) imports {other}"
+
+
+def test_a_plug_in_imports_no_other_plug_in_of_its_folder() -> None:
+    for folder in PLUGINS:
+        for path in (PACKAGE / folder).glob("*.py"):
+            siblings = {m.split(".")[2] for m, _ in imports(path) if m.startswith(f"specctl.{folder}.")}
+            assert all(name.startswith("_") for name in siblings), (path, siblings)
+
+
+@pytest.mark.parametrize("name", plugins.names("formats"))
+def test_every_layout_satisfies_its_protocol(name: str) -> None:
+    layout = plugins.load_format(name)
+    assert layout.TITLE
+    for member in ("recognise", "aux_ids", "read", "write"):
+        wanted = inspect.signature(getattr(plugins.Format, member)).parameters
+        assert list(inspect.signature(getattr(layout, member)).parameters) == [p for p in wanted if p != "self"]
+
+
+@pytest.mark.parametrize("name", plugins.names("contracts"))
+def test_every_contract_is_rules_with_a_docstring(name: str) -> None:
+    contract = plugins.load("contracts", name)
+    assert contract.__doc__
+    assert contract.RULES
 
 
 def test_only_core_and_drafts_import_torch() -> None:
@@ -120,7 +147,7 @@ def test_nobody_imports_click_and_only_cli_and_parallel_read_the_environment() -
             assert not any(name.startswith(("os.environ", "os.getenv")) for name in names_used(path)), path
 
 
-@pytest.mark.parametrize("folder", ["cli", "recipes", "records", "drafts", "engines"])
+@pytest.mark.parametrize("folder", ["cli", "recipes", "files", "records", "drafts", "engines"])
 def test_nothing_heavy_is_imported_at_the_top_of_the_outer_floors(folder: str) -> None:
     allowed = {"numpy"} if folder == "records" else set()
     if folder in ("drafts", "engines"):
@@ -191,7 +218,7 @@ def test_every_command_is_in_the_readme_and_has_three_examples_that_parse(comman
     import importlib
 
     assert f"specctl {command}" in (ROOT / "README.md").read_text()
-    examples = importlib.import_module(f"specctl.cli.{command}").EXAMPLES
+    examples = importlib.import_module(f"specctl.cli.{command.replace('-', '_')}").EXAMPLES
     assert len(examples) == 3
     for example in examples:
         _parse(shlex.split(example))

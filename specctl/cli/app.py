@@ -13,7 +13,7 @@ from specctl import __version__
 from specctl.cli.output import say, show_bug, show_error, show_lines
 from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, SpecctlError
 
-COMMANDS = ("extract", "regenerate", "inspect")
+COMMANDS = ("extract", "regenerate", "inspect", "check-ckpt", "convert")
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 KERNELS_KEPT = "16"
@@ -47,7 +47,7 @@ def _root(
 
 
 for _name in COMMANDS:
-    importlib.import_module(f"specctl.cli.{_name}").register(app)
+    importlib.import_module(f"specctl.cli.{_name.replace('-', '_')}").register(app)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +29,7 @@ def show_lines(lines: Sequence[str]) -> None:
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Aligned columns on a terminal (numbers to the right), tab-separated when piped."""
-    if not sys.stdout.isatty():
+    if not is_terminal():
         show_lines(["\t".join(line) for line in (header, *rows)])
         return
     show_lines(aligned(header, rows))
@@ -44,10 +46,26 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def is_terminal() -> bool:
+    """Whether results are read by a person: programs get tab-separated fields."""
+    return sys.stdout.isatty()
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """`text` as lines of the terminal's width, at most 100; one whole line where a program reads."""
+    if not is_terminal():
+        return [text]
+    width = max(40, min(100, shutil.get_terminal_size().columns))
+    hanging = indent + ("  " if indent else "")
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def show_pairs(pairs: Mapping[str, str]) -> None:
     """`key  value` lines, aligned on a terminal and tab-separated when piped."""
     width = max(map(len, pairs), default=0)
-    tty = sys.stdout.isatty()
+    tty = is_terminal()
     show_lines([f"{k.ljust(width)}  {v}" if tty else f"{k}\t{v}" for k, v in pairs.items()])
 
 

@@ -1,0 +1,63 @@
+"""The command that serves a draft, and what to do with one that does not pass."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from specctl.files.subject import Subject
+from specctl.records.contract import Finding
+
+DEFAULT_DRAFT_TOKENS: Final = 3
+CONVERTIBLE: Final = ("NAME_PREFIX", "ARCH_UNKNOWN", "LAYERS_COUNT", "D2T_UNNEEDED", "SPECULATORS_SGLANG")
+"""Findings that a conversion to the runtime's own layout mends."""
+
+
+def draft_tokens(subject: Subject) -> int:
+    """How many tokens to draft at once: what the head says, else 3."""
+    proposals = _mapping(subject.raw.get("speculators_config")).get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    said = [
+        subject.raw.get("num_draft_tokens"),
+        subject.raw.get("num_depths"),
+        _mapping(first).get("speculative_tokens"),
+    ]
+    return next((number for number in said if type(number) is int and 0 < number <= 128), DEFAULT_DRAFT_TOKENS)
+
+
+def serve_command(subject: Subject, draft: str, target: str | None) -> str:
+    """One shell command that serves the target with this draft."""
+    tokens = draft_tokens(subject)
+    model = shlex.quote(target) if target is not None else "TARGET"
+    if subject.runtime == "vllm":
+        settings: dict[str, Any] = {"method": "eagle3", "model": draft, "num_speculative_tokens": tokens}
+        if subject.is_parallel:
+            settings["parallel_drafting"] = True
+        stages = f" --pipeline-parallel-size {subject.pp}" if subject.pp > 1 else ""
+        return f"vllm serve {model}{stages} --speculative-config {shlex.quote(json.dumps(settings))}"
+    return (
+        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3"
+        f" --speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {tokens}"
+        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+    )
+
+
+def instead_of(subject: Subject, findings: Sequence[Finding], draft: str) -> tuple[str, ...]:
+    """What to do with a draft that has errors, most useful first."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    steps: list[str] = []
+    if any(finding.rule == "PARALLEL_SGLANG" for finding in errors):
+        steps.append(f"serve it with vLLM: specctl check-ckpt {shlex.quote(draft)} --runtime vllm")
+    if any(finding.rule in CONVERTIBLE for finding in errors) and subject.layout != subject.runtime:
+        steps.append(f"convert it: specctl convert {shlex.quote(draft)} OUT --to {subject.runtime}")
+    if errors and all(finding.is_repairable for finding in errors):
+        steps.append(f"repair a copy: specctl check-ckpt {shlex.quote(draft)} --fix OUT")
+    elif any(finding.is_repairable for finding in errors):
+        steps.append("`--fix OUT` repairs some of these in a copy; the others need you")
+    return tuple(steps) or ("mend what the errors above name, then check again",)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
