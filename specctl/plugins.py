@@ -90,7 +90,7 @@ class Draft(Protocol):
     """One forward drafts every token; the head then has `mask_hidden` and a reserved token."""
 
     def training_loss(
-        self, model: "Any", batch: DraftBatch, *, teacher: "Any", settings: DraftSettings, generator: "Any"
+        self, model: Any, batch: DraftBatch, *, teacher: Any, settings: DraftSettings, generator: Any
     ) -> LossReport:
         """Summed losses of a packed batch. `model` is a core.modules.DraftModel, `teacher` a
         core.losses.Teacher, `generator` a torch.Generator on the CPU from which all draws come."""

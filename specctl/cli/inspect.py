@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specctl.cli import options
-from specctl.cli.output import human_bytes, show_json, show_lines, show_pairs, show_table
+from specctl.cli.output import human_bytes, human_time, show_json, show_lines, show_pairs, show_table
 from specctl.cli.reporter import StderrReporter
+from specctl.errors import UsageError
 
 EXAMPLES = (
     "specctl inspect states",
@@ -25,7 +27,8 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="Shard folder, or a target's folder, hub id or GGUF file.")
+        str,
+        typer.Argument(metavar="PATH", help="Shard folder, training run, or a target's folder, hub id or GGUF file."),
     ],
     compare: Annotated[
         str | None, typer.Option(help="Another shard folder; exit 1 unless both store the same states.")
@@ -34,11 +37,25 @@ def inspect(
     target: Annotated[
         str | None, typer.Option(help="Target whose tokenizer renders the sample, if it has moved.")
     ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw a training run's loss and acceptance as .svg or .png.")
+    ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Show what shards or a target hold, or compare shards."""
+    """Show what shards, a training run or a target hold, or compare shards."""
     from specctl.recipes import inspect as recipe
+    from specctl.recipes.inspectrun import inspect_run, is_run
+
+    if is_run(Path(path)):
+        run = inspect_run(Path(path), plot)
+        if json:
+            show_json("inspect", True, run)
+        else:
+            _show_run(run)
+        return 0
+    if plot is not None:
+        raise UsageError("`--plot` draws training runs", where=path, hint="name the folder given to `train --out`")
 
     reporter = StderrReporter(is_quiet=quiet)
     if compare is not None:
@@ -56,6 +73,33 @@ def inspect(
     else:
         _show_folder(report)
     return 0
+
+
+def _show_run(report: Any) -> None:
+    pairs = {
+        "run": f"{report.kind} draft for {report.target}",
+        "steps": f"{report.steps:,} in {human_time(report.seconds)}, {report.tokens:,} tokens",
+        "loss": f"{report.losses[0][1]:.4f} -> {report.losses[-1][1]:.4f} nats" if report.losses else "no step yet",
+    }
+    if report.best is not None:
+        pairs["best"] = (
+            f"acceptance length {report.best.acceptance_length:.3f} (simulated) at step {report.best.step:,}"
+        )
+    if report.picture:
+        pairs["picture"] = report.picture
+    show_pairs(pairs)
+    if report.evaluations:
+        show_lines([""])
+        rows = [
+            (
+                f"{e.step}",
+                f"{e.loss:.4f}",
+                f"{e.acceptance_length:.3f}",
+                " ".join(f"{d.accuracy:.2f}" for d in e.depths),
+            )
+            for e in report.evaluations
+        ]
+        show_table(("step", "held-out loss", "acceptance", "right by token"), rows)
 
 
 def _show_comparison(report: Any) -> None:

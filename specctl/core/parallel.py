@@ -190,3 +190,21 @@ def interrupted(num_shards: int) -> InterruptedRun:
         f"interrupted with {num_shards} shards complete",
         hint="run the same command again to continue; nothing complete is lost",
     )
+
+
+class Replicas:
+    """Ranks that train one model on different rows; alone it sums nothing."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.rank, self.size = placement.stage, placement.num_stages
+
+    def sum(self, tensors: list[torch.Tensor]) -> None:
+        """Sum each tensor over all ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()

@@ -1,0 +1,83 @@
+"""What training reads from the target: its embedding and its head, and nothing else of its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.core import gguf
+from specctl.core.losses import Teacher, make_teacher
+from specctl.core.target import resolve, weights_fingerprint
+from specctl.errors import TargetError
+from specctl.files.target import TargetFiles, read_target
+from specctl.files.tensors import TensorEntry
+from specctl.records.target import text_settings
+
+_TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """The target's facts and tables: embedding and head [V, D] as stored (a tied head is the embedding)."""
+
+    files: TargetFiles
+    embedding: torch.Tensor
+    head: torch.Tensor
+    scale: float
+    softcap: float | None
+    settings: Mapping[str, Any]
+
+
+def read_parts(name: str, revision: str | None = None) -> TargetParts:
+    """The parts of a target that training needs, mapped, not loaded. Raises TargetError."""
+    folder, gguf_file = resolve(name, revision)
+    if gguf_file is not None:
+        from huggingface_hub.constants import HF_HOME
+
+        cache = Path(HF_HOME) / "specctl" / "gguf"
+        folder = gguf.dequantize(folder / gguf_file, cache, weights_fingerprint(folder, gguf_file))
+    files = read_target(folder, None if Path(name).exists() else name)
+    if files.embedding is None or files.lm_head is None:
+        what = "embedding" if files.embedding is None else "head"
+        raise TargetError(f"the target's weights hold no {what} that can be found", where=str(folder))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    _, text = text_settings(raw)
+    return TargetParts(
+        files, mapped(files.embedding), mapped(files.lm_head), _scale(text), text.get("final_logit_softcapping"), text
+    )
+
+
+def teacher_of(
+    parts: TargetParts, vocabulary: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Teacher:
+    """The target's head as the teacher of a draft over `vocabulary` (int64 [W], rising; None: all)."""
+    weight = parts.head.to(device=device, dtype=dtype)
+    ids = None if vocabulary is None else vocabulary.to(device)
+    return make_teacher(weight, ids, scale=parts.scale, softcap=parts.softcap)
+
+
+def mapped(entry: TensorEntry) -> torch.Tensor:
+    """A tensor of a file, mapped read-only. Raises TargetError for a dtype that is none of floats."""
+    if entry.dtype not in _TORCH:
+        raise TargetError(
+            f"`{entry.name}` of the target has dtype {entry.dtype}; embedding and head must be bf16, fp16 or fp32",
+            where=str(entry.path),
+        )
+    dtype = _TORCH[entry.dtype]
+    count = entry.nbytes // dtype.itemsize
+    flat = torch.from_file(str(entry.path), shared=False, size=entry.path.stat().st_size, dtype=torch.uint8)
+    return flat[entry.begin : entry.begin + entry.nbytes].view(dtype)[:count].reshape(entry.shape)
+
+
+def _scale(text: Mapping[str, Any]) -> float:
+    """What logits are multiplied by: Cohere multiplies, Granite divides."""
+    if isinstance(text.get("logit_scale"), (int, float)):
+        return float(text["logit_scale"])
+    if isinstance(text.get("logits_scaling"), (int, float)):
+        return 1.0 / float(text["logits_scaling"])
+    return 1.0

@@ -1,0 +1,184 @@
+"""A training run on one rank: the loop runs, and what it yields goes to disk. Only the lead writes.
+
+The job is picklable, so that it runs on any rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl import plugins
+from specctl.core import headmaking, trainstate
+from specctl.core.device import pick_device
+from specctl.core.modules import DraftModel
+from specctl.core.parallel import Replicas
+from specctl.core.placement import Placement
+from specctl.core.rowloader import GreedyTokens
+from specctl.core.teaching import teacher_of
+from specctl.core.training import StepReport, Trainer, evaluate
+from specctl.core.trainlog import RunLog
+from specctl.core.trainsetup import Ready, prepare
+from specctl.errors import MachineError
+from specctl.files import safetensors
+from specctl.files.durable import new_folder, sync_file
+from specctl.files.head import Asked
+from specctl.records.progress import Reporter
+from specctl.records.training import DRAFT, Evaluation, TrainConfig
+
+RESULT_FILE = ".result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """A run of `specctl train` on the rank that it is called on."""
+
+    config: TrainConfig
+
+    def __call__(self, placement: Placement, reporter: Reporter) -> None:
+        config, out = self.config, Path(self.config.out)
+        ready = prepare(config, pick_device(config.device, placement.local_rank))
+        replicas = Replicas(placement)
+        trainer = make_trainer(ready, config, replicas)
+        start = trainstate.newest(out) if config.resume else None
+        if start is not None:
+            restored = trainstate.load_state(start, trainer.model)
+            trainer.optimizer.load_state_dict(dict(restored.optimizer))
+            trainer.progress = restored.progress
+        replicas.wait()
+        run_loop(ready, trainer, config, reporter, is_lead=replicas.rank == 0)
+
+
+def make_trainer(ready: Ready, config: TrainConfig, replicas: Replicas) -> Trainer:
+    """The model with its first weights, the teacher and the optimizer."""
+    task = ready.task
+    model = first_model(ready, config).to(task.device)
+    vocabulary = model.vocabulary()
+    teacher = teacher_of(ready.parts, None if vocabulary is None else vocabulary.cpu(), task.compute_dtype, task.device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=task.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
+    )
+    return Trainer(task, model, teacher, optimizer, replicas)
+
+
+def first_model(ready: Ready, config: TrainConfig) -> DraftModel:
+    """A fresh model, or that of `init_from` with its own map and shape."""
+    if config.init_from is None:
+        return headmaking.fresh_model(ready.head, ready.parts, ready.vocabulary, config)
+    from specctl.core.warmstart import warm_start
+
+    return warm_start(config, ready.head, ready.parts)
+
+
+def run_loop(ready: Ready, trainer: Trainer, config: TrainConfig, reporter: Reporter, *, is_lead: bool) -> None:
+    """Train to the end; the lead logs, saves and scores."""
+    out, task = Path(config.out), trainer.task
+    greedy = GreedyTokens(trainer.teacher)
+    last: StepReport | None = None
+    scored: Evaluation | None = None
+    reporter.start("train", task.total_steps, "steps", trainer.progress.step)
+    with RunLog(out, config.log) if is_lead else nullcontext() as log:
+        for last in trainer.steps():
+            step = last.progress.step
+            reporter.advance(1)
+            is_last = step == task.total_steps
+            if log is not None and (step % config.log_every == 0 or is_last or step == 1):
+                log.write("train", step_record(last))
+                reporter.note(step_line(last, task.total_steps))
+            if log is not None and (step % config.eval_every == 0 or is_last):
+                scored = evaluate(task, trainer.model, trainer.teacher, step, greedy=greedy)
+                if scored is not None:
+                    log.write("eval", asdict(scored))
+                    reporter.note(evaluation_line(scored))
+            if is_lead and (step % config.save_every == 0 or is_last):
+                save(out, trainer, ready)
+                trainstate.prune(out, config.keep)
+    reporter.stop()
+    if is_lead:
+        write_result(out, trainer, last, scored)
+
+
+def save(out: Path, trainer: Trainer, ready: Ready) -> None:
+    """A checkpoint to continue from, and the draft that a server loads. Raises MachineError."""
+    state = trainer.model.state_dict()
+    trainstate.save_state(out, state, trainer.optimizer.state_dict(), trainer.progress)
+    save_draft(out / DRAFT, trainer.model, ready)
+
+
+def save_draft(folder: Path, model: DraftModel, ready: Ready) -> None:
+    """The canonical checkpoint of a model; an older one in its place is replaced."""
+    has_embedding = model.embed_tokens.weight.requires_grad
+    served = headmaking.served_head(
+        model.head, model.state_dict(), has_embedding=has_embedding, inv_freq=model.rotary.inv_freq
+    )
+    asked = Asked(
+        target=ready.parts.files.facts, embedding=ready.parts.files.embedding, lm_head=ready.parts.files.lm_head
+    )
+    written = plugins.load_format("vllm").write(served, asked)
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    with new_folder(fresh, "a draft") as temporary:
+        safetensors.write(temporary / "model.safetensors", written.tensors, {"format": "pt"})
+        config_file = temporary / "config.json"
+        config_file.write_text(json.dumps(written.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        sync_file(config_file)
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        fresh.rename(folder)
+    except OSError as error:
+        raise MachineError(f"the draft cannot be put in place: {error.strerror}", where=str(folder)) from error
+
+
+def step_record(report: StepReport) -> dict[str, Any]:
+    """What the log keeps of a step."""
+    done = report.progress
+    return {
+        "step": done.step,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "tokens": done.tokens,
+        "supervised_tokens": done.supervised,
+        "bad_samples": done.bad_samples,
+        "seconds": round(done.seconds, 3),
+    }
+
+
+def step_line(report: StepReport, total: int) -> str:
+    """What a person sees of a step."""
+    done = report.progress
+    rate = done.tokens / done.seconds if done.seconds else 0.0
+    return f"step {done.step}/{total}  loss {report.loss:.4f}  lr {report.lr:.2e}  {rate:,.0f} tokens/s"
+
+
+def evaluation_line(scored: Evaluation) -> str:
+    """What a person sees of a held-out score."""
+    rates = " ".join(f"{depth.accuracy:.2f}" for depth in scored.depths)
+    return (
+        f"step {scored.step}  held out: loss {scored.loss:.4f}  simulated acceptance length "
+        f"{scored.acceptance_length:.3f}  accuracy by depth {rates}"
+    )
+
+
+def write_result(out: Path, trainer: Trainer, last: StepReport | None, scored: Evaluation | None) -> None:
+    """What the recipe reports, from the rank that knows it."""
+    model = trainer.model
+    record = {
+        "progress": asdict(trainer.progress),
+        "loss": last.loss if last is not None else math.nan,
+        "evaluation": asdict(scored) if scored is not None else None,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "samples": len(trainer.task.training),
+        "held_out": len(trainer.task.held_out),
+    }
+    (out / RESULT_FILE).write_text(json.dumps(record), encoding="utf-8")

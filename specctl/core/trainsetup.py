@@ -1,0 +1,162 @@
+"""What a training run is made of, settled the same way on every rank: corpus, head, vocabulary, length.
+
+Raises before anything is trained for whatever does not fit together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl import plugins
+from specctl.core import headmaking
+from specctl.core.corpus import Corpus, boundaries_of, complete_manifest, is_held_out
+from specctl.core.device import DTYPES, is_gpu
+from specctl.core.packing import rows_per_epoch
+from specctl.core.teaching import TargetParts, read_parts
+from specctl.core.training import Task
+from specctl.core.trainlog import require_sink
+from specctl.core.vocab import choose_vocabulary, supervised_counts
+from specctl.errors import DataError, UsageError
+from specctl.files import safetensors
+from specctl.records.draft import DraftSettings
+from specctl.records.head import HeadConfig
+from specctl.records.training import TrainConfig
+
+DEFAULT_LR = 1e-3
+DEFAULT_EPOCHS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a rank trains with."""
+
+    task: Task
+    parts: TargetParts
+    head: HeadConfig
+    vocabulary: torch.Tensor | None
+
+
+def prepare(config: TrainConfig, device: torch.device) -> Ready:
+    """The corpus, the target's parts, the head's settings and the vocabulary of a run.
+
+    Raises UsageError, ShardError or TargetError for what does not fit together.
+    """
+    require_sink(config.log)
+    folders = [Path(folder) for folder in config.shards]
+    first = complete_manifest(folders[0])
+    boundaries = boundaries_of(first, folders[0], config.layers)
+    corpus = Corpus(folders, boundaries)
+    parts = read_parts(config.target, config.revision)
+    _require_target(parts, corpus)
+    settings = draft_settings(config)
+    head, vocabulary = head_and_vocabulary(config, parts, boundaries, settings.num_draft_tokens)
+    if config.parallel_drafting:
+        require_reserved(config, parts, folders)
+    held = [place for place in corpus.places if is_held_out(place.sample_id, config.eval_fraction, 0)]
+    kept = [place for place in corpus.places if not is_held_out(place.sample_id, config.eval_fraction, 0)]
+    if not kept:
+        raise DataError("no sample is left to train on", where=config.shards[0], hint="lower `--eval-fraction`")
+    weights = config.weights or (1.0,) * len(folders)
+    total_rows, total_steps = lengths(config, kept, weights)
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if is_gpu(device) else "float32"
+    task = Task(
+        algorithm=plugins.load("drafts", "peagle" if config.parallel_drafting else "eagle3"),
+        settings=settings,
+        config=config,
+        corpus=corpus,
+        training=kept,
+        held_out=held,
+        weights=weights,
+        total_steps=total_steps,
+        total_rows=total_rows,
+        lr=config.lr or DEFAULT_LR,
+        compute_dtype=DTYPES[dtype],
+        device=device,
+    )
+    return Ready(task, parts, head, vocabulary)
+
+
+def draft_settings(config: TrainConfig) -> DraftSettings:
+    """The algorithm's settings, with the defaults of docs/defaults.md."""
+    tokens = config.num_draft_tokens or (4 if config.parallel_drafting else 3)
+    decay = config.depth_decay if config.depth_decay is not None else 0.8
+    return DraftSettings(
+        num_draft_tokens=tokens,
+        depth_decay=decay,
+        loss=config.loss,  # type: ignore[arg-type]
+        cod_ratio=config.cod_ratio,
+        cod_floor=config.cod_floor,
+        num_segments=config.segments,
+        checkpoint_layers=config.checkpoint_layers,
+    )
+
+
+def head_and_vocabulary(
+    config: TrainConfig, parts: TargetParts, boundaries: tuple[int, ...], num_draft_tokens: int
+) -> tuple[HeadConfig, torch.Tensor | None]:
+    """The head's settings and int64 [W] target ids, None for the whole vocabulary."""
+    head = headmaking.fresh_head(config, parts, boundaries, num_draft_tokens)
+    if not head.is_reduced:
+        return head, None
+    folders = [Path(folder) for folder in config.shards]
+    counts = supervised_counts(folders, config.weights or (1.0,) * len(folders))
+    always = [*parts.files.facts.eos_token_ids]
+    return head, choose_vocabulary(counts, head.draft_vocab_size, always)
+
+
+def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path]) -> None:
+    """Refuse a reserved token that is missing, out of range, an end of text, or in the data.
+
+    Raises UsageError. Source: NVIDIA-NeMo/Automodel#2376.
+    """
+    from specctl.core.folder import TOKEN_COUNTS
+    from specctl.files.tensors import read_array
+
+    token, facts = config.ptd_token_id, parts.files.facts
+    if token is None:
+        raise UsageError(
+            "`--parallel-drafting` needs `--ptd-token-id`, the reserved token of slots that are not known yet",
+            hint="choose an id of the vocabulary that never occurs in text, as an unused or padding row",
+        )
+    if not 0 <= token < facts.vocab_size:
+        raise UsageError(f"`--ptd-token-id {token}` is not in the target's vocabulary, 0 to {facts.vocab_size - 1}")
+    if token in facts.eos_token_ids:
+        raise UsageError(f"`--ptd-token-id {token}` ends the target's texts", hint="choose an id that never occurs")
+    for folder in folders:
+        entries, _ = safetensors.read_header(folder / TOKEN_COUNTS)
+        count = int(read_array(entries["total"])[token])
+        if count:
+            raise UsageError(
+                f"`--ptd-token-id {token}` occurs {count} times in the training data",
+                where=str(folder),
+                hint="choose an id that never occurs in text",
+            )
+
+
+def lengths(config: TrainConfig, places: Any, weights: tuple[float, ...]) -> tuple[int, int]:
+    """Rows and optimizer steps of the whole run."""
+    if config.max_steps is not None:
+        return config.max_steps * config.accumulate, config.max_steps
+    per_epoch = rows_per_epoch(places, config.batch_tokens, seed=config.seed, weights=weights)
+    rows = max(1, round(per_epoch * (config.epochs if config.epochs is not None else DEFAULT_EPOCHS)))
+    return rows, math.ceil(rows / config.accumulate)
+
+
+def _require_target(parts: TargetParts, corpus: Corpus) -> None:
+    facts, settings = parts.files.facts, corpus.manifests[0].settings
+    for key, found in (
+        ("hidden_size", facts.hidden_size),
+        ("vocab_size", facts.vocab_size),
+        ("num_layers", facts.num_layers),
+    ):
+        if settings.get(key) != found:
+            raise UsageError(
+                f"the shards are of a target whose {key} is {settings.get(key)}; `--target` has {found}",
+                where=str(corpus.folders[0]),
+                hint="name the target that the shards were extracted from",
+            )

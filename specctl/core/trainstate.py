@@ -1,0 +1,104 @@
+"""The state of a training run on disk: everything that a killed run needs to go on to the same bits.
+
+A checkpoint is a folder that appears whole or not at all; the newest whole one is what a run resumes from.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specctl.errors import InputError
+from specctl.files.durable import new_folder, sync_file
+from specctl.records.training import CHECKPOINTS
+
+STATE = "state.pt"
+_STEP = re.compile(r"step-(\d{9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: optimizer steps, rows taken, tokens and samples seen."""
+
+    step: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    samples: int = 0
+    bad_samples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `load_state` gave back beside the weights."""
+
+    progress: Progress
+    optimizer: Mapping[str, Any]
+
+
+def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], progress: Progress) -> Path:
+    """Write a checkpoint of fp32 masters, optimizer, position and random states. Raises MachineError."""
+    folder = out / CHECKPOINTS / f"step-{progress.step:09d}"
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.parent.mkdir(exist_ok=True)
+    record = {
+        "model": dict(model),
+        "optimizer": optimizer,
+        "progress": asdict(progress),
+        "torch_rng": torch.get_rng_state(),
+        "python_rng": _plain(random.getstate()),
+    }
+    with new_folder(folder, "a checkpoint") as temporary:
+        torch.save(record, temporary / STATE)
+        sync_file(temporary / STATE)
+    return folder
+
+
+def load_state(folder: Path, model: torch.nn.Module) -> Restored:
+    """Put a checkpoint's weights into `model` and its random states in force. Raises InputError."""
+    path = folder / STATE
+    try:
+        record = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(record["model"])
+        torch.set_rng_state(record["torch_rng"])
+        version, words, gauss = record["python_rng"]
+        random.setstate((version, tuple(words), gauss))
+        return Restored(Progress(**record["progress"]), record["optimizer"])
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+        raise InputError(
+            f"the checkpoint cannot be continued from: {str(error).splitlines()[0]}",
+            where=str(path),
+            hint="remove this checkpoint's folder to continue from the one before",
+        ) from error
+
+
+def newest(out: Path) -> Path | None:
+    """The checkpoint to resume from, None where there is none."""
+    found = checkpoints(out)
+    return found[-1] if found else None
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    folder = out / CHECKPOINTS
+    return sorted(path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for folder in checkpoints(out)[: -keep or None]:
+        shutil.rmtree(folder)
+
+
+def _plain(state: Any) -> list[Any]:
+    version, words, gauss = state
+    return [version, list(words), gauss]

@@ -1,0 +1,176 @@
+"""The road from shards to a draft: settled settings, ranks started, the draft checked at the end. Knows no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specctl.errors import InputError, InterruptedRun, MachineError, SettingsChangedError, UsageError
+from specctl.records.check import CheckConfig
+from specctl.records.progress import Reporter, SilentReporter
+from specctl.records.provenance import versions
+from specctl.records.training import (
+    DRAFT,
+    FIXED,
+    RUN_FILE,
+    DepthScore,
+    Evaluation,
+    TrainConfig,
+    TrainReport,
+)
+
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
+    """Train a draft, or go on with one; None on a torchrun rank that has nothing to report.
+
+    Raises SpecctlError for whatever the user or the machine can cause; what is saved stays whole.
+    """
+    from specctl.core import parallel
+    from specctl.core.launch import run_local
+    from specctl.core.trainrun import TrainJob
+
+    refuse(config)
+    world = parallel.torchrun_world(1, 1)
+    ranks = world.size if world is not None else config.nproc
+    if config.accumulate % ranks:
+        raise UsageError(
+            f"`--accumulate {config.accumulate}` is no multiple of the {ranks} processes",
+            hint="the rows of a step are shared out evenly, so that one process and several give the same run",
+        )
+    out = Path(config.out)
+    is_lead = world is None or world.rank == 0
+    began = time.monotonic()
+    if is_lead:
+        begin(config, out)
+    try:
+        if world is not None:
+            parallel.run_in_world(world, TrainJob(config), pp=world.size, tp=1, device=config.device, reporter=reporter)
+        else:
+            run_local(TrainJob(config), pp=ranks, tp=1, device=config.device, reporter=reporter)
+    except KeyboardInterrupt:
+        raise InterruptedRun(
+            "interrupted", where=str(out), hint="`--resume` goes on from the last checkpoint; nothing saved is lost"
+        ) from None
+    if not is_lead:
+        return None
+    return report_on(config, out, time.monotonic() - began)
+
+
+def refuse(config: TrainConfig) -> None:
+    """Raises UsageError for values that have no meaning, before anything is read."""
+    for name in ("batch_tokens", "accumulate", "num_layers", "eval_every", "save_every", "keep", "log_every", "nproc"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"`--{name.replace('_', '-')} {getattr(config, name)}` is not 1 or more")
+    if config.max_steps is not None and config.epochs is not None:
+        raise UsageError("`--max-steps` and `--epochs` both say how long to train", hint="give one of the two")
+    amounts = ("max_steps", "epochs", "lr", "num_draft_tokens", "draft_vocab_size", "hidden_size", "head_dim")
+    for name, value in ((name.replace("_", "-"), getattr(config, name)) for name in amounts):
+        if value is not None and value <= 0:
+            raise UsageError(f"`--{name} {value}` is not above 0")
+    if not 0 <= config.eval_fraction < 1:
+        raise UsageError(f"`--eval-fraction {config.eval_fraction}` is not from 0 to below 1")
+    if config.schedule not in SCHEDULES:
+        raise UsageError(f"`schedule` is `{config.schedule}`", hint=f"it is one of {', '.join(SCHEDULES)}")
+    if config.init_head not in ("target", "fresh"):
+        raise UsageError(f"`init_head` is `{config.init_head}`", hint="it is `target` or `fresh`")
+    if len(config.betas) != 2:
+        raise UsageError("`betas` are two numbers, as in [0.9, 0.95]")
+    if config.weights and len(config.weights) != len(config.shards):
+        raise UsageError(f"{len(config.weights)} `weights` for {len(config.shards)} shard folders")
+    if config.ptd_token_id is not None and not config.parallel_drafting:
+        raise UsageError("`--ptd-token-id` has a meaning only with `--parallel-drafting`")
+    if config.dtype not in ("auto", "float32", "bfloat16"):
+        raise UsageError(f"`--dtype {config.dtype}` is not auto, float32 or bfloat16")
+
+
+def begin(config: TrainConfig, out: Path) -> None:
+    """Make the run's folder, or see that this run fits the one there.
+
+    Raises SettingsChangedError listing what differs, UsageError for a folder that is in the way.
+    """
+    record = {"settings": settings_of(config), "config": asdict(config), "versions": dict(versions())}
+    run = out / RUN_FILE
+    try:
+        if run.exists():
+            _continue(config, out, run)
+        elif out.exists() and any(out.iterdir()):
+            raise UsageError(f"`--out {out}` holds other files", hint="choose another folder for this run")
+        elif config.resume:
+            raise UsageError("there is nothing to resume", where=str(out), hint="leave `--resume` out to start")
+        out.mkdir(parents=True, exist_ok=True)
+        run.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"the run's folder cannot be written: {error.strerror}", where=str(out)) from error
+
+
+def settings_of(config: TrainConfig) -> Mapping[str, Any]:
+    """The settings that a resumed run has to share, as JSON holds them."""
+    values = {key: getattr(config, key) for key in FIXED}
+    values["shards"] = [str(Path(folder).resolve()) for folder in config.shards]
+    plain: Mapping[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _continue(config: TrainConfig, out: Path, run: Path) -> None:
+    try:
+        old = json.loads(run.read_text(encoding="utf-8"))["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError("the run's settings cannot be read", where=str(run)) from error
+    if not config.resume:
+        raise UsageError(
+            f"`--out {out}` holds a run already", hint="`--resume` goes on with it; or choose another folder"
+        )
+    new = settings_of(config)
+    differing = [f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
+    if differing:
+        raise SettingsChangedError(
+            "the run was started with other settings: " + "; ".join(differing),
+            where=str(run),
+            hint="resume with the same settings, or start another run with `--init-from` this one's draft",
+        )
+
+
+def report_on(config: TrainConfig, out: Path, seconds: float) -> TrainReport:
+    """What the run did, with the verdict of `check-ckpt` on its draft."""
+    from specctl.core.trainrun import RESULT_FILE
+    from specctl.recipes.check import check
+
+    try:
+        result = json.loads((out / RESULT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MachineError("the run ended without a result", where=str(out)) from error
+    checked = check(CheckConfig(str(out / DRAFT), target=_target_path(config.target)), SilentReporter())
+    verdict = "passes" if checked.passes else "fails: " + ", ".join(f.rule for f in checked.findings)
+    done, scored = result["progress"], result["evaluation"]
+    evaluation = None
+    if scored is not None:
+        depths = tuple(DepthScore(**depth) for depth in scored.pop("depths"))
+        evaluation = Evaluation(**scored, depths=depths)
+    return TrainReport(
+        out=str(out),
+        draft=str(out / DRAFT),
+        steps=done["step"],
+        tokens=done["tokens"],
+        supervised_tokens=done["supervised"],
+        samples=result["samples"],
+        held_out=result["held_out"],
+        bad_samples=done["bad_samples"],
+        parameters=result["parameters"],
+        trained_parameters=result["trained"],
+        seconds=seconds,
+        loss=result["loss"],
+        evaluation=evaluation,
+        verdict=verdict,
+        passes=checked.passes,
+    )
+
+
+def _target_path(target: str) -> str | None:
+    """What `check-ckpt` can read of the target; a GGUF file has no headers that it knows."""
+    return None if target.endswith(".gguf") else target
