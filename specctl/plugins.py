@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specctl.files.checkpoint import Checkpoint
     from specctl.files.head import Asked, Head, Written
     from specctl.records.draft import DraftBatch, DraftSettings, LossReport
-from specctl.records.shard import ShardEntry, ShardLayout, SlotArray
+    from specctl.records.shard import ShardEntry, ShardLayout, SlotArray
 
 Kind = Literal["stores", "formats", "contracts", "drafts", "engines"]
 

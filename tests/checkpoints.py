@@ -27,7 +27,7 @@ def config_of(draft: Path, options: list[str]) -> CheckConfig:
     words = iter(options)
     for word in words:
         name = word.removeprefix("--").replace("-", "_")
-        values[name] = True if name == "deep" else next(words)
+        values["layout" if name == "from" else name] = True if name == "deep" else next(words)
     if "target" in values:
         values["target"] = str((draft.parent / values["target"]).resolve())
     return CheckConfig(str(draft), **{**values, **({"pp": int(values["pp"])} if "pp" in values else {})})
@@ -103,18 +103,50 @@ NASTY: tuple[Any, ...] = (
     {"a": {"b": []}},
     [10**9] * 3,
     [-1, 2, 4],
+    "\x1b]0;owned\x07\x1b[2J",
+    "x\nPASS: this draft loads and works",
 )
 
+HUGE: tuple[Any, ...] = (2 * 10**8, 2**30, 2**31 - 1, 10**400, 10**4299 - 1, -(10**400), 1e-320, 5e307)
+"""Numbers that are fine by themselves and too large to count up to, to allocate or to turn into a float."""
 
-def mutate(folder: Path, rng: random.Random) -> str:
-    """Damage one file of a checkpoint in one of many ways; says which."""
+SIZES = (
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "rope_theta",
+    "factor",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "mask_token_id",
+    "eos_token_id",
+    "num_draft_tokens",
+)
+LISTS = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "eos_token_id", "layer_types", "architectures")
+
+
+def mutate(folder: Path, rng: random.Random, *, keeps_form: bool = False) -> str:
+    """Damage one file of a checkpoint in one of many ways; says which.
+
+    With `keeps_form` JSON and headers stay readable.
+    """
     files = sorted(path for path in folder.iterdir() if path.is_file())
     path = rng.choice(files)
     choices: list[Callable[[Path, random.Random], None]] = [_flip, _cut, _insert, _remove]
     if path.suffix == ".json":
-        choices = [_json_value, _json_value, _json_value, _json_key, _flip, _cut, _insert]
+        choices = [_json_value, _json_value, _json_huge, _json_huge, _json_key, _flip, _cut, _insert]
     elif path.suffix == ".safetensors":
         choices = [_header_value, _header_value, _header_value, _header_name, _flip_early, _cut, _flip, _length]
+    if keeps_form:
+        formal = (_json_value, _json_huge, _json_key, _header_value, _header_name)
+        choices = [choice for choice in choices if choice in formal] or [_flip]
     choice = rng.choice(choices)
     choice(path, rng)
     return f"{choice.__name__} of {path.name}"
@@ -172,6 +204,25 @@ def _replace_one(record: Any, rng: random.Random) -> None:
             continue
         record[key] = rng.choice(NASTY)
         return
+
+
+def _json_huge(path: Path, rng: random.Random) -> None:
+    """A huge number, or a list without end, under a key that readers count with."""
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        return _flip(path, rng)
+    if isinstance(record, dict):
+        inner = record
+        nested = [value for value in record.values() if isinstance(value, dict)]
+        if nested and rng.random() < 0.4:
+            inner = rng.choice(nested)
+        if rng.random() < 0.75:
+            present = [key for key in SIZES if key in inner]
+            inner[rng.choice(present or SIZES)] = rng.choice(HUGE)
+        else:
+            inner[rng.choice(LISTS)] = rng.choice((list(range(50_000)), ["y" * 9] * 20_000, [10**400], [2**62, 2]))
+    return _text(path, record)
 
 
 def _json_key(path: Path, rng: random.Random) -> None:
@@ -244,6 +295,9 @@ def _header_name(path: Path, rng: random.Random) -> None:
             "layers.3.self_attn.q_proj.weight",
             "lm_head.weight",
             "a.bias",
+            "evil\x1b]0;owned\x07\x9b2J\u202e",
+            "rotary_emb.inv_freq",
+            "z" * 5000,
         )
     )
     info[new] = info.pop(name)

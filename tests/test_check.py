@@ -1,22 +1,20 @@
-"""`specctl check-ckpt`: each rule with its broken draft, published heads, hostile files, and what it prints."""
+"""`specctl check-ckpt`: each rule with its broken draft, published heads, and what it prints."""
 
 import json
 import os
 import pty
-import random
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import BROKEN, HEADERS, HEALTHY, TARGET, checked, config_of, copy_of, materialise, mutate, rules_broken
+from checkpoints import BROKEN, HEADERS, HEALTHY, TARGET, checked, config_of, copy_of, materialise, rules_broken
 from conftest import ROOT
 
 from fixtures import broken as fixtures
-from specctl.errors import InputError, SpecctlError, UsageError
-from specctl.recipes.check import check, explain, parse_version, rules
+from specctl.errors import InputError, UsageError
+from specctl.recipes.check import explain, parse_version, rules
 from specctl.recipes.repair import check_and_fix
 from specctl.records.check import CheckConfig
 from specctl.records.contract import LEVELS
@@ -78,14 +76,14 @@ def test_a_repaired_copy_passes_and_the_draft_is_untouched(rule_id: str, tmp_pat
     from dataclasses import replace
 
     draft = BROKEN / rule_id / "draft"
-    before = {path.name: path.read_bytes() for path in draft.iterdir()}
+    before = {path: path.read_bytes() for path in draft.rglob("*") if path.is_file()}
     config = replace(config_of(draft, options_of(rule_id)), fix=str(tmp_path / "fixed"))
     report = check_and_fix(config, SilentReporter())
     assert report.fixed is not None
     assert rule_id in report.fixed.repaired
-    assert report.fixed.changes or rule_id == "WEIGHTS_PICKLE"
+    assert report.fixed.changes or rule_id in ("WEIGHTS_PICKLE", "WEIGHTS_CONSOLIDATED", "INDEX_SUBFOLDER")
     assert [finding.rule for finding in report.fixed.check.findings] == []
-    assert {path.name: path.read_bytes() for path in draft.iterdir()} == before
+    assert {path: path.read_bytes() for path in draft.rglob("*") if path.is_file()} == before
     assert sorted(path.name for path in (tmp_path / "fixed").iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -176,7 +174,8 @@ def test_nested_ids_with_the_default_by_luck_are_a_warning(tmp_path: Path) -> No
 )
 def test_rules_follow_the_version(draft: str, runtime: str, version: str, rule: str | None, level: str | None) -> None:
     report = checked(BROKEN / draft / "draft", "--runtime", runtime, "--runtime-version", version)
-    assert [(f.rule, f.level) for f in report.findings] == ([] if rule is None else [(rule, level)])
+    found = [(f.rule, f.level) for f in report.findings if f.rule != "VERSION_UNREAD"]
+    assert found == ([] if rule is None else [(rule, level)])
 
 
 @pytest.mark.parametrize(
@@ -301,7 +300,7 @@ def test_sorting_the_layers_moves_the_blocks_of_fc(tmp_path: Path) -> None:
         ((HEALTHY / "eagle3", "--runtime", "trt"), 2),
         ((HEALTHY / "eagle3", "--pp", "0"), 2),
         ((HEALTHY / "eagle3", "--target", "/nowhere/at/all"), 2),
-        ((HEALTHY / "eagle3", "--layout", "zip"), 2),
+        ((HEALTHY / "eagle3", "--from", "zip"), 2),
         (("--explain", "NO_SUCH_RULE"), 2),
     ],
 )
@@ -417,166 +416,168 @@ def test_a_draft_in_the_hub_cache_is_read_by_its_id(tmp_path: Path, run_cli) -> 
     assert missing.stderr.startswith("error: the draft `org/other`")
 
 
-# -- cost and hostility -----------------------------------------------------------------------------------------------
-
-
-def test_a_5_gb_head_costs_0_3_s_of_cpu_beyond_start_up_and_300_mb(tmp_path: Path) -> None:
-    header = json.loads((HEADERS / "vllm-llama3.1-8b.json").read_text())
-    width, inner = 16384, 53248
-    config = header["config"] | {
-        "hidden_size": width,
-        "target_hidden_size": width,
-        "intermediate_size": inner,
-        "num_attention_heads": 128,
-    }
-    shapes = {
-        "q_proj": [width, 2 * width],
-        "k_proj": [1024, 2 * width],
-        "v_proj": [1024, 2 * width],
-        "o_proj": [width, width],
-    }
-    tensors = {f"midlayer.self_attn.{name}.weight": ["BF16", shape] for name, shape in shapes.items()}
-    tensors |= {f"midlayer.mlp.{name}_proj.weight": ["BF16", [inner, width]] for name in ("gate", "up")}
-    tensors |= {
-        f"midlayer.{name}.weight": ["BF16", [width]]
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    }
-    tensors |= {
-        "midlayer.mlp.down_proj.weight": ["BF16", [width, inner]],
-        "fc.weight": ["BF16", [width, 3 * width]],
-        "norm.weight": ["BF16", [width]],
-        "lm_head.weight": ["BF16", [32000, width]],
-        "d2t": ["I64", [32000]],
-        "t2d": ["BOOL", [128256]],
-    }
-    (tmp_path / "big.json").write_text(json.dumps(header | {"config": config, "tensors": tensors}))
-    materialise(tmp_path / "big.json", tmp_path / "big")
-    assert (tmp_path / "big" / "model.safetensors").stat().st_size > 5e9
-    start, _ = cost("--version")
-    seconds, megabytes = cost("check-ckpt", str(tmp_path / "big"))
-    assert seconds - start <= 0.3
-    assert megabytes <= 300
-
-
-def cost(*arguments: str) -> tuple[float, float]:
-    """CPU seconds, best of three, and the largest memory in MB of a run."""
-    best = float("inf")
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "specctl", *arguments], capture_output=True, cwd=ROOT, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    code = (
-        "import resource, subprocess, sys; subprocess.run([sys.executable, '-m', 'specctl', *sys.argv[1:]], "
-        "capture_output=True); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    return best, float(shown.stdout)
-
-
-def test_neither_a_check_nor_a_deep_one_imports_torch() -> None:
-    code = (
-        "import sys; from specctl.cli.app import run; "
-        f"run(['check-ckpt', {str(HEALTHY / 'eagle3')!r}, '--target', {str(TARGET)!r}, '--deep']); "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pyarrow')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
-
-
-WATCH: dict[str, object] = {"on": False, "events": []}
-
-
-def _audit(event: str, arguments: tuple[object, ...]) -> None:
-    if WATCH["on"] and event in (
-        "open",
-        "os.system",
-        "subprocess.Popen",
-        "pickle.find_class",
-        "os.exec",
-        "socket.connect",
-    ):
-        WATCH["events"].append((event, str(arguments[0]) if arguments else ""))  # type: ignore[attr-defined]
-
-
-sys.addaudithook(_audit)
-
-
-def sources(tmp_path: Path) -> list[Path]:
-    """What is mutated: healthy, sharded, pickled and other layouts."""
-    names = ("WEIGHTS_STRAY", "WEIGHTS_PICKLE", "TENSOR_TWICE", "NORM_RESIDUAL_IMPLICIT", "NORMS_SPECULATORS_PEAGLE")
-    folders = [HEALTHY / "eagle3", HEALTHY / "peagle", *(BROKEN / name / "draft" for name in names)]
-    made = fixtures.draft(num_hidden_layers=3, attention_bias=True, mlp_bias=True, fc_norm=True, parallel=True)
-    fixtures.save(made, tmp_path / "deep")
-    return [*folders, tmp_path / "deep"]
-
-
-def test_2000_mutated_checkpoints_end_in_a_report_or_one_of_our_errors(tmp_path: Path) -> None:
-    import time
-
-    drafts = sources(tmp_path)
-    rng = random.Random(2025)
-    target = copy_of(TARGET, tmp_path / "target")
-    outcomes = {"report": 0, "error": 0}
-    for number in range(2000):
-        draft = copy_of(rng.choice(drafts), tmp_path / "mutant")
-        done = [mutate(draft, rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-        runtime = rng.choice(("vllm", "sglang"))
-        config = CheckConfig(
-            str(draft),
-            str(target) if rng.random() < 0.5 else None,
-            runtime,
-            None,
-            rng.choice((1, 2)),
-            rng.random() < 0.5,
-        )
-        WATCH.update(on=True, events=[])
-        began = time.monotonic()
-        try:
-            report = check(config, SilentReporter())
-            json.dumps([f.found for f in report.findings]).encode()
-            "".join(f.found + f.where + f.expected for f in report.findings).encode()
-            outcomes["report"] += 1
-        except SpecctlError as error:
-            error.message.encode()
-            outcomes["error"] += 1
-        except Exception as error:
-            raise AssertionError(f"mutation {number}: {done}") from error
-        finally:
-            WATCH["on"] = False
-        assert time.monotonic() - began < 5, (number, done)
-        outside = [e for e in WATCH["events"] if e[0] != "open" or is_foreign(e[1], tmp_path)]  # type: ignore[attr-defined]
-        assert not outside, (number, done, outside)
-    assert outcomes["report"] > 1000
-    assert outcomes["error"] < 500
-
-
-def is_foreign(path: str, tmp_path: Path) -> bool:
-    """Whether a file was opened that is neither the checkpoint nor part of Python and its libraries."""
-    inside = (str(tmp_path), sys.prefix, sys.base_prefix, str(ROOT / "specctl"), str(ROOT / "tests"))
-    is_descriptor = path.isdigit()  # a file that was opened before, by its path
-    return not is_descriptor and not path.startswith(inside) and not path.endswith((".py", ".pyc", ".so"))
-
-
-def test_a_file_outside_the_folder_is_never_opened(tmp_path: Path) -> None:
-    for rule_id in ("INDEX_PATH_ESCAPES", "LINK_OUTSIDE"):
-        draft = BROKEN / rule_id / "draft"
-        WATCH.update(on=True, events=[])
-        assert rules_broken(draft) == [rule_id]
-        WATCH["on"] = False
-        opened = [Path(path).resolve() for event, path in WATCH["events"] if event == "open" and "fixtures" in path]  # type: ignore[attr-defined]
-        assert opened
-        assert all(path.is_relative_to(draft.resolve()) for path in opened)
-
-
-def test_a_pickle_that_names_code_is_not_run(tmp_path: Path) -> None:
-    WATCH.update(on=True, events=[])
-    assert rules_broken(BROKEN / "WEIGHTS_UNSAFE" / "draft") == ["WEIGHTS_UNSAFE"]
-    WATCH["on"] = False
-    assert not [event for event, _ in WATCH["events"] if event != "open"]  # type: ignore[attr-defined]
-
-
 def test_an_empty_folder_is_nothing_to_check(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         checked(tmp_path)
+
+
+def test_a_hidden_size_that_the_heads_do_not_divide_is_refused_as_transformers_does() -> None:
+    made = fixtures.draft(num_attention_heads=3, num_key_value_heads=1)
+    assert _rules_of(made) == ["HEADS_DIVIDE"]
+
+
+# -- siblings of the faults that were reported ------------------------------------------------------------------------
+
+
+def test_one_key_of_the_wrong_type_does_not_hide_the_other_findings(tmp_path: Path) -> None:
+    draft = edited(HEALTHY / "eagle3", tmp_path, sliding_window="x", eos_token_id=[2, 99999], hidden_act="gelu")
+    assert rules_broken(draft) == ["ACTIVATION_UNKNOWN", "CONFIG_TYPE", "EOS_OUT_OF_RANGE"]
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_found_where_sizes_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    config = {"vocab_size": 129280, "eos_token_id": 151645, "hidden_size": 7168}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    found = checked(tmp_path / "draft").findings
+    (finding,) = [f for f in found if f.rule == "EOS_OUT_OF_RANGE"]
+    assert "151645" in finding.found
+    assert "129280" in finding.expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"dtype": "bf16"}, "CONFIG_TYPE"),
+        ({"rms_norm_eps": 1}, "CONFIG_TYPE"),
+        ({"initializer_range": 1}, "CONFIG_TYPE"),
+        ({"use_cache": "yes"}, "CONFIG_TYPE"),
+        ({"use_cache": None}, None),
+        ({"attention_dropout": "0"}, "CONFIG_TYPE"),
+        ({"layer_types": ["foo"]}, "CONFIG_TYPE"),
+        ({"hidden_act": "relu"}, "ACTIVATION_UNKNOWN"),
+        ({"head_dim": 4.0}, "CONFIG_TYPE"),
+        ({"num_hidden_layers": True}, "CONFIG_TYPE"),
+        ({"eagle_aux_hidden_state_layer_ids": "2,4,5"}, "CONFIG_TYPE"),
+        ({"eagle_aux_hidden_state_layer_ids": [2.0, 4.0, 5.0]}, "CONFIG_TYPE"),
+        ({"eagle_aux_hidden_state_layer_ids": [True, 4, 5]}, "CONFIG_TYPE"),
+        ({"draft_vocab_size": "10"}, "CONFIG_TYPE"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "ROPE_CONTRADICTS"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0}}, "ROPE_INCOMPLETE"),
+        ({"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}}, "ROPE_INCOMPLETE"),
+        ({"norm_before_residual": 0}, None),
+    ],
+)  # fmt: skip
+def test_values_that_readers_refuse_are_errors(changes: dict[str, object], rule: str | None, tmp_path: Path) -> None:
+    report = checked(edited(HEALTHY / "eagle3", tmp_path, **changes))
+    errors = [f.rule for f in report.findings if f.level == "error"]
+    assert (rule in errors) if rule is not None else not errors
+
+
+def test_a_byte_order_mark_is_refused_as_transformers_does(tmp_path: Path) -> None:
+    draft = copy_of(HEALTHY / "eagle3", tmp_path / "draft")
+    (draft / "config.json").write_bytes(b"\xef\xbb\xbf" + (draft / "config.json").read_bytes())
+    assert rules_broken(draft) == ["CONFIG_BROKEN"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ids", "read"),
+    [
+        ("LlamaForCausalLM", [1, 3, 4], (2, 4, 5)),
+        ("GptOssForCausalLM", [4, 6, 8], (4, 6, 8)),
+        ("GptOssForCausalLM", [1, 3, 4], (2, 4, 5)),
+        ("DeepseekV3ForCausalLM", [2, 4, 5], (2, 4, 5)),
+        ("DeepseekV3ForCausalLM", [1, 3, 4], (2, 4, 5)),
+    ],
+)
+def test_sglang_reads_nested_ids_by_the_family_of_the_target(
+    architecture: str, ids: list[int], read: tuple[int, ...], tmp_path: Path
+) -> None:
+    draft = edited(
+        HEALTHY / "eagle3",
+        tmp_path,
+        eagle_aux_hidden_state_layer_ids=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": ids},
+    )
+    target = edited(TARGET, tmp_path / "t", architectures=[architecture])
+    assert checked(draft, "--runtime", "sglang", "--target", str(target)).aux_ids == read
+
+
+def test_layers_that_are_provably_misread_fail_whatever_the_target(tmp_path: Path) -> None:
+    draft = edited(
+        HEALTHY / "eagle3",
+        tmp_path,
+        eagle_aux_hidden_state_layer_ids=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [24, 30, 36]},
+    )
+    report = checked(draft)
+    assert not report.passes
+    assert [f.rule for f in report.findings] == ["AUX_LAYERS_NESTED"]
+
+
+@pytest.mark.parametrize("said", [None, 40])
+def test_a_reduced_head_that_the_config_does_not_say_is_one_finding(said: int | None, tmp_path: Path) -> None:
+    draft = edited(HEALTHY / "eagle3", tmp_path, draft_vocab_size=said)
+    (finding,) = checked(draft).findings
+    assert (finding.rule, finding.is_repairable) == ("DRAFT_VOCAB_UNSAID", True)
+
+
+def test_a_head_without_fused_states_says_what_it_reads(tmp_path: Path) -> None:
+    made = fixtures.draft()
+    made.config["eagle_config"]["use_aux_hidden_state"] = False
+    assert _rules_of(made) == ["NAME_UNKNOWN"]
+    made.drop("fc.weight")
+    fixtures.save(made, tmp_path / "draft")
+    assert checked(tmp_path / "draft").aux_ids == ()
+
+
+@pytest.mark.parametrize("name", ["Phi3ForCausalLM", "InternLM3ForCausalLM", "Qwen2MoeForCausalLM"])
+def test_targets_that_inherit_the_capture_are_fine_in_sglang(name: str, tmp_path: Path) -> None:
+    target = edited(TARGET, tmp_path, architectures=[name])
+    assert rules_broken(HEALTHY / "eagle3", "--runtime", "sglang", "--target", str(target), "--deep") == []
+
+
+def test_old_vllm_takes_only_targets_of_its_list(tmp_path: Path) -> None:
+    target = edited(TARGET, tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")
+    options = ("--target", str(target), "--runtime-version", "0.20.0")
+    assert rules_broken(HEALTHY / "eagle3", *options) == ["TARGET_CLASS"]
+    assert rules_broken(HEALTHY / "eagle3", "--target", str(target)) == []
+
+
+def test_sglang_puts_the_embedding_in_place_of_a_tied_head(tmp_path: Path) -> None:
+    made = fixtures.draft(full=True)
+    made.config["tie_word_embeddings"] = True
+    assert _rules_of(made, "--runtime", "sglang") == ["TIED_REDUCED"]
+    assert _rules_of(made) == []
+
+
+def test_a_map_over_the_whole_vocabulary_counts_in_sglang(tmp_path: Path) -> None:
+    made = fixtures.draft(full=True)
+    made.numbers("d2t", [5] * 40)
+    assert "D2T_RANGE" in _rules_of(made, "--runtime", "sglang")
+    made.numbers("d2t", [0] * 40)
+    assert _rules_of(made, "--runtime", "sglang") == []
+
+
+def test_a_speculators_layer_of_another_family_is_refused(tmp_path: Path) -> None:
+    draft = copy_of(BROKEN / "NORM_RESIDUAL_IMPLICIT" / "draft", tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config["norm_before_residual"] = True
+    config["transformer_layer_config"]["model_type"] = "mistral"
+    (draft / "config.json").write_text(json.dumps(config))
+    assert rules_broken(draft) == ["SPECULATORS_INCOMPLETE"]
+
+
+def test_sglang_knows_three_old_names_for_the_norms_before_fc() -> None:
+    made = fixtures.draft(fc_norm=True)
+    for old, new in (("aux_norm_low", "fc_norm.0"), ("aux_norm_mid", "fc_norm.1"), ("aux_norm_high", "fc_norm.2")):
+        made.tensors[f"{old}.weight"] = made.tensors.pop(f"{new}.weight")
+    assert _rules_of(made, "--runtime", "sglang") == []
+    assert "NAME_UNKNOWN" in _rules_of(made)
+
+
+def test_a_lost_layer_is_not_repaired_away(tmp_path: Path) -> None:
+    made = fixtures.draft(num_hidden_layers=2)
+    made.drop(*[name for name in made.tensors if name.startswith("layers.1.")])
+    fixtures.save(made, tmp_path / "draft")
+    (finding,) = checked(tmp_path / "draft").findings
+    assert (finding.rule, finding.is_repairable) == ("LAYERS_COUNT", False)

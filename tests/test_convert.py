@@ -226,9 +226,8 @@ def test_the_command_loads_no_torch(tmp_path: Path) -> None:
     assert process.stderr.strip() == "0 []"
 
 
-def big_head(folder: Path) -> Path:
-    """A head whose table of 1.6 GB takes no room: a hole in the file."""
-    rows = 100_000_000
+def big_head(folder: Path, rows: int = 100_000_000) -> Path:
+    """A head whose table, of 1.6 GB by default, takes no room: a hole in the file."""
     plan = Plan(own_head=False, draft_vocab=VOCAB)
     tensors = tensors_of(plan)
     source = save(folder, config_of(plan), tensors)
@@ -268,7 +267,78 @@ def test_an_interrupt_halfway_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+class Counted(SilentReporter):
+    """Keeps what a bar would show."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def start(self, task: str, total: int | None, unit: str, done: int = 0) -> None:
+        self.calls.append(("start", task, total, unit))
+
+    def advance(self, amount: int) -> None:
+        self.calls.append(("advance", amount))
+
+    def stop(self) -> None:
+        self.calls.append(("stop",))
+
+
+def test_a_large_head_is_written_with_progress(tmp_path: Path) -> None:
+    source, reporter = big_head(tmp_path / "source", rows=2_000_000), Counted()
+    report = convert(ConvertConfig(str(source), str(tmp_path / "out"), "vllm"), reporter)
+    megabytes = report.bytes // 1_000_000
+    assert (reporter.calls[0], reporter.calls[-1]) == (("start", "writing", megabytes, "MB"), ("stop",))
+    steps = [call[1] for call in reporter.calls[1:-1]]
+    assert (sum(steps), len(steps) > 3) == (megabytes, True)
+
+
+def test_what_vllm_would_not_find_is_converted_with_a_word(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "sharded")
+    (source / "sub").mkdir()
+    index = source / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    (source / "model-0.safetensors").rename(source / "sub" / "model-0.safetensors")
+    moved = {name: f"sub/{file}" if file == "model-0.safetensors" else file for name, file in weight_map.items()}
+    index.write_text(json.dumps({"weight_map": moved}))
+    (source / "consolidated.safetensors").write_bytes(b"never opened")
+    run(source, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == plain_bytes(tmp_path)
+
+
 # the target, by its headers
+
+
+OPENED: dict[str, Any] = {"on": False, "paths": []}
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if OPENED["on"] and event == "open" and isinstance(arguments[0], str):
+        OPENED["paths"].append(arguments[0])
+
+
+sys.addaudithook(_watch)
+
+
+def test_of_a_sharded_target_only_the_shards_with_its_two_tables_are_opened(tmp_path: Path) -> None:
+    """As with transformers' own `from_pretrained` a target of 200 shards was opened whole to get two tables."""
+    plain = make_target(tmp_path / "plain")
+    tables = load_file(plain / "model.safetensors")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_bytes((plain / "config.json").read_bytes())
+    parts = [{f"model.layers.{i}.w": torch.ones(1)} for i in range(4)]
+    parts[0]["model.embed_tokens.weight"] = tables["model.embed_tokens.weight"]
+    parts[3]["lm_head.weight"] = tables["lm_head.weight"]
+    for i, part in enumerate(parts):
+        save_file(part, target / f"part-{i}.safetensors")
+    weight_map = {name: f"part-{i}.safetensors" for i, part in enumerate(parts) for name in part}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    OPENED.update(on=True, paths=[])
+    found = read_target(target)
+    OPENED["on"] = False
+    assert found.embedding is not None and found.lm_head is not None
+    opened = {Path(path).name for path in OPENED["paths"] if path.endswith(".safetensors")}
+    assert opened == {"part-0.safetensors", "part-3.safetensors"}
 
 
 def test_a_target_is_read_from_nested_settings_and_shards(tmp_path: Path) -> None:

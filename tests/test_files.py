@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from specctl.errors import InputError, MachineError, SpecctlError, UsageError
 from specctl.files import safetensors as files
 from specctl.files.checkpoint import MAX_LIKE_PROBLEMS, Checkpoint, open_checkpoint
-from specctl.files.durable import new_folder
+from specctl.files.durable import copy_plain, new_folder
 from specctl.files.jsonfile import read_json
 from specctl.files.safetensors import read_header
 from specctl.files.tensors import (
@@ -118,6 +118,13 @@ def test_what_is_written_equals_the_librarys_own_bytes(tmp_path: Path) -> None:
         entries, _ = read_header(tmp_path / "theirs.safetensors")
         files.write(tmp_path / "ours.safetensors", dict(sorted(entries.items(), reverse=True)), metadata)
         assert (tmp_path / "ours.safetensors").read_bytes() == expected
+
+
+def test_writing_tells_each_piece(tmp_path: Path, head: dict[str, torch.Tensor]) -> None:
+    entries, _ = read_header(tmp_path / "model.safetensors")
+    told: list[int] = []
+    files.write(tmp_path / "out.safetensors", entries, None, advance=told.append)
+    assert sum(told) == sum(tensor.nbytes for tensor in head.values())
 
 
 def test_a_table_and_a_gather_are_written_like_any_tensor(tmp_path: Path, head: dict[str, torch.Tensor]) -> None:
@@ -335,7 +342,7 @@ def test_writing_over_what_is_read_and_keeping_the_formats_name_are_refused(tmp_
 
 def test_an_object_is_read_and_doubled_keys_are_named(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1, "b": [{"c": {"d": 1, "d": 2}}], "a": 3, "n": NaN, "i": -Infinity}')
+    path.write_bytes(b'{"a": 1, "b": [{"c": {"d": 1, "d": 2}}], "a": 3, "n": NaN, "i": -Infinity}')
     data, twice = read_json(path)
     assert (data["a"], data["b"]) == (3, [{"c": {"d": 2}}])
     assert twice == ("a", "b.0.c.d")
@@ -496,11 +503,19 @@ def test_an_index_without_a_map_is_a_problem(tmp_path: Path, text: str) -> None:
     assert "INDEX_BROKEN" in rules(found)
 
 
-def test_shards_in_a_folder_below_count_as_inside(tmp_path: Path) -> None:
+def test_shards_in_a_folder_below_are_read_and_named_as_vllm_does_not(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     sharded(tmp_path, {"sub/a.safetensors": {"x": torch.ones(2)}})
     found = open_checkpoint(tmp_path)
-    assert not found.problems and found.tensors.keys() == {"x"}
+    assert found.tensors.keys() == {"x"}
+    assert [(p.rule, p.where, p.expected, p.found) for p in found.problems] == [
+        (
+            "INDEX_SUBFOLDER",
+            "sub/a.safetensors",
+            "a file beside config.json",
+            "a file in the folder `sub`, where vLLM does not look",
+        )
+    ]
 
 
 def test_problems_without_end_are_counted_and_not_listed(tmp_path: Path) -> None:
@@ -513,11 +528,69 @@ def test_problems_without_end_are_counted_and_not_listed(tmp_path: Path) -> None
 def test_files_without_an_index_are_all_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"x": torch.ones(1)}, tmp_path / "draft.safetensors")
-    save_file({"l": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    assert open_checkpoint(tmp_path).tensors.keys() == {"x"}
+    assert not open_checkpoint(tmp_path).problems
     save_file({"x": torch.ones(1), "y": torch.ones(1)}, tmp_path / "second.safetensors")
     found = open_checkpoint(tmp_path)
     assert (found.container, rules(found), set(found.tensors)) == ("safetensors", ["TENSOR_TWICE"], {"x", "y"})
+
+
+def test_an_adapter_is_no_weights_and_in_the_way_of_them(tmp_path: Path) -> None:
+    """vLLM takes every *.safetensors of the folder, and stops at the adapter's names."""
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"lora": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    assert rules(open_checkpoint(tmp_path)) == ["WEIGHTS_MISSING"]
+    for name in ("draft.safetensors", "model.safetensors"):
+        save_file({"x": torch.ones(1)}, tmp_path / name)
+        found = open_checkpoint(tmp_path)
+        strays = [(p.where, p.expected) for p in found.problems if p.where.startswith("adapter_")]
+        assert strays == [("adapter_model.safetensors", f"only what `{name}` stands for")]
+        assert found.tensors.keys() == {"x"}
+
+
+def consolidated(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    return [(p.where, p.found) for p in checkpoint.problems if p.rule == "WEIGHTS_CONSOLIDATED"]
+
+
+def test_a_consolidated_file_anywhere_is_named_as_vllm_takes_it_instead(tmp_path: Path, head: Any) -> None:
+    assert not open_checkpoint(tmp_path).problems
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (below / "consolidated.00.safetensors").write_bytes(b"not opened")
+    found = "a file that makes vLLM look for weights of this name beside config.json, and for no others"
+    assert consolidated(open_checkpoint(tmp_path)) == [("a/b/consolidated.00.safetensors", found)]
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not opened")
+    checkpoint = open_checkpoint(tmp_path)
+    found = "a file that vLLM loads in place of `model.safetensors`"
+    assert consolidated(checkpoint) == [("consolidated.safetensors", found)]
+    assert rules(checkpoint) == ["WEIGHTS_CONSOLIDATED"]
+    assert checkpoint.problems[0].expected == "no file of this name, here or below"
+    assert checkpoint.tensors.keys() == head.keys()
+
+
+def test_consolidated_weights_alone_are_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    found = open_checkpoint(tmp_path)
+    assert (rules(found), set(found.tensors)) == ([], {"x"})
+
+
+def test_the_search_below_ends_and_follows_no_link(tmp_path: Path, head: Any) -> None:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "consolidated.safetensors").write_bytes(b"")
+    (tmp_path / "link").symlink_to(outside)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    deep = tmp_path.joinpath(*"abcdefgh")
+    deep.mkdir(parents=True)
+    (deep / "consolidated.safetensors").write_bytes(b"")
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(6000):
+        (many / f"{i:04}").touch()
+    (many / "folder").mkdir()
+    began = time.monotonic()
+    assert not open_checkpoint(tmp_path).problems
+    assert time.monotonic() - began < 0.5
 
 
 def test_pickles_are_read_only_where_no_safetensors_are(tmp_path: Path) -> None:
@@ -529,9 +602,41 @@ def test_pickles_are_read_only_where_no_safetensors_are(tmp_path: Path) -> None:
     index = {"weight_map": {"q": "one.bin"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     found = open_checkpoint(tmp_path)
-    assert (found.container, set(found.tensors), found.problems) == ("sharded-bin", {"q"}, ())
+    # vLLM loads every *.bin of the folder, whatever the index says.
+    assert (found.container, set(found.tensors), found.problems) == ("sharded-bin", {"p", "q"}, ())
     save_file({"s": torch.ones(1)}, tmp_path / "any.safetensors")
     assert open_checkpoint(tmp_path).tensors.keys() == {"s"}
+
+
+class _Calls:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_second_pickle_is_opened_as_vllm_does(tmp_path: Path, is_sharded: bool) -> None:
+    """It was never looked at, also where it named os.system."""
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"p": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    if is_sharded:
+        (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"p": "pytorch_model.bin"}}')
+    torch.save({"p": torch.zeros(1)}, tmp_path / "zz.bin")
+    found = open_checkpoint(tmp_path)
+    assert (rules(found), [path.name for path in found.weight_files]) == (
+        ["TENSOR_TWICE"],
+        ["pytorch_model.bin", "zz.bin"],
+    )
+    for name in ("zz.bin", "adapter_model.bin", "scheduler.bin"):
+        (tmp_path / "zz.bin").unlink(missing_ok=True)
+        torch.save({"p": _Calls()}, tmp_path / name)
+        assert [(p.rule, p.where) for p in open_checkpoint(tmp_path).problems] == [("WEIGHTS_UNSAFE", name)]
+        (tmp_path / name).unlink()
+    for name in ("training_args.bin", "optimizer.bin"):
+        torch.save({"p": _Calls()}, tmp_path / name)
+    assert not open_checkpoint(tmp_path).problems
+    # One file that was named is that file only.
+    (tmp_path / "zz.bin").write_bytes(b"")
+    assert not open_checkpoint(tmp_path / "pytorch_model.bin").problems
 
 
 def test_a_config_that_is_missing_broken_or_doubled_is_a_problem(tmp_path: Path, head: Any) -> None:
@@ -703,6 +808,19 @@ def test_a_full_disk_and_a_parent_that_is_a_file_are_machine_errors(tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="cannot write"), new_folder(tmp_path / "file" / "out", "a checkpoint"):
         pytest.fail("entered")
+
+
+def test_a_copy_is_whole_or_not_there(tmp_path: Path) -> None:
+    source = tmp_path / "a.json"
+    source.write_bytes(b"{}" * 50)
+    assert copy_plain(source, tmp_path / "b.json", limit=100)
+    assert (tmp_path / "b.json").read_bytes() == source.read_bytes()
+    assert not copy_plain(source, tmp_path / "c.json", limit=99)
+    assert not (tmp_path / "c.json").exists()
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("fifo", "none"):
+        with pytest.raises(InputError):
+            copy_plain(tmp_path / name, tmp_path / "d.json", limit=99)
 
 
 # mutations

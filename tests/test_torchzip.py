@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_files import DTYPES, all_bytes, drawn, mutated, raw_bytes, survives
 
-from specctl.errors import InputError, SpecctlError, UnsafeFile
+from specctl.errors import InputError, NotSupportedError, SpecctlError, UnsafeFile
 from specctl.files.checkpoint import open_checkpoint
 from specctl.files.tensors import TensorEntry, read_array
 from specctl.files.torchzip import read_torch, read_torch_values
@@ -139,8 +139,10 @@ def test_the_pickle_of_these_tests_is_one_of_torch(tmp_path: Path) -> None:
     "tensor", [torch.arange(6.0).reshape(2, 3).T, torch.ones(1).expand(4), torch.arange(6.0)[::2]], ids=str
 )
 def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
-    error = refused(saved(tmp_path / "x.bin", {"w": tensor}))
-    assert "`w` is not contiguous" in error.message and "contiguous()" in str(error.hint)
+    with pytest.raises(NotSupportedError) as caught:
+        read_torch(saved(tmp_path / "x.bin", {"w": tensor}))
+    assert "not contiguous" in caught.value.message
+    assert "contiguous()" in str(caught.value.hint)
 
 
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
@@ -149,10 +151,13 @@ def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
 
 def test_files_of_the_old_format_and_strangers_are_refused_with_the_next_step(tmp_path: Path) -> None:
     old = saved(tmp_path / "old.bin", {"w": torch.ones(1)}, _use_new_zipfile_serialization=False)
-    assert "before 1.6" in refused(old).message and "save it again" in str(refused(old).hint)
+    with pytest.raises(NotSupportedError, match=r"before 1\.6") as caught:
+        read_torch(old)
+    assert "save it again" in str(caught.value.hint)
     for raw in (b"", b"hello", bytes(100), b"PK", b"PK\x03\x04" + bytes(100)):
         (tmp_path / "x.bin").write_bytes(raw)
-        assert "expected a zip of `torch.save`" in refused(tmp_path / "x.bin").message
+        message = refused(tmp_path / "x.bin").message
+        assert "zip of `torch.save`" in message or "empty" in message
     (tmp_path / "x.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert "Git LFS" in refused(tmp_path / "x.bin").message
     os.mkfifo(tmp_path / "pipe.bin")

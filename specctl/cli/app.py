@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from specctl import __version__
-from specctl.cli.output import say, show_bug, show_error, show_lines
-from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, InterruptedRun, SpecctlError
+from specctl.cli.output import ReaderLeft, finish_streams, say, show_bug, show_error, show_lines, take_streams
+from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, EXIT_YES, InterruptedRun, SpecctlError
 
 COMMANDS = ("extract", "regenerate", "inspect", "train", "check-ckpt", "convert")
 
@@ -53,8 +53,12 @@ for _name in COMMANDS:
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit with the code that `errors` assigns."""
     signal.signal(signal.SIGTERM, _interrupt)
-    code = run(args)
-    _leave(code)
+    try:
+        take_streams()
+    except SpecctlError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+    sys.exit(finish_streams(run(args)))
 
 
 def run(args: list[str] | None = None) -> int:
@@ -72,10 +76,8 @@ def run(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         show_error(InterruptedRun("interrupted"))
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): no more output, and not an error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    except ReaderLeft:
+        return EXIT_YES  # no more output, and not an error
     except Exception as error:
         return show_bug(error)
 
@@ -93,12 +95,3 @@ def _usage(error: typer.TyperException) -> int:
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _leave(code: int) -> None:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(code)

@@ -44,7 +44,9 @@ def check_ckpt(
     fix: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write a copy with every finding repaired that has one repair.")
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="Layout of the checkpoint, if it is recognised wrongly.")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", help="Layout of the checkpoint, if it is recognised wrongly.")
+    ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List every rule and exit.")] = False,
     explain: Annotated[str | None, typer.Option(metavar="ID", help="Tell the story of one rule and exit.")] = None,
     json: options.Json = False,
@@ -65,9 +67,9 @@ def check_ckpt(
     if explain is not None:
         _show_story(recipe.explain(explain), json)
         return EXIT_YES
-    if draft is None:
+    if not draft:
         raise UsageError("DRAFT is missing", hint="`specctl check-ckpt --help` shows what there is")
-    config = CheckConfig(draft, target, runtime, runtime_version, pp, deep, fix, layout)
+    config = CheckConfig(draft, target, runtime, runtime_version, pp, deep, fix, from_)
     reporter = StderrReporter(is_quiet=quiet)
     if fix is None:
         report = recipe.check(config, reporter)
@@ -75,6 +77,8 @@ def check_ckpt(
         from specctl.recipes.repair import check_and_fix
 
         report = check_and_fix(config, reporter)
+        if report.fixed is None:
+            reporter.note(f"nothing to repair, so nothing was written to {fix}")
     passes = report.fixed.check.passes if report.fixed is not None else report.passes
     if json:
         show_json("check-ckpt", passes, report)
@@ -98,9 +102,10 @@ def _show(report: Any) -> None:
 
 def _show_check(report: Any) -> None:
     kind = "P-EAGLE" if report.is_parallel else "EAGLE-3"
+    is_head = all(finding.rule != "KIND_OTHER" for finding in report.findings)
     show_pairs(
         {
-            "draft": f"{kind} in the {report.layout} layout, {report.container}",
+            "draft": f"{kind} in the {report.layout} layout, {report.container}" if is_head else "none that is known",
             "size": f"{report.tensors} tensors, {human_bytes(report.bytes)}",
             "reads": _boundaries(report),
             "embedding": report.embedding,
@@ -120,6 +125,8 @@ def _show_check(report: Any) -> None:
 
 
 def _boundaries(report: Any) -> str:
+    if report.aux_ids == ():
+        return "no layer but the target's last state"
     if report.aux_ids is None:
         return f"boundaries 2, N/2 and N-3 of the target's N layers ({report.runtime}'s default)"
     ids = ", ".join(map(str, report.aux_ids))
@@ -136,13 +143,15 @@ def _show_verdict(report: Any) -> None:
         if number
     )
     if report.passes and report.target is None:
-        show_lines(wrapped("not checked without --target: vocabulary, width, layers, rope, end of text"))
+        show_lines(wrapped("not checked without --target: vocabulary, width, layers, rope, end of text, embedding"))
     if report.passes:
         show_lines([f"serve\t{report.serve}"] if not is_terminal() else ["serve it with:", f"  {report.serve}", ""])
     else:
         for step in report.instead:
             show_lines(wrapped(f"instead: {step}", "") if is_terminal() else [f"instead\t{step}"])
     verdict = "PASS: this draft loads and works in" if report.passes else "FAIL: this draft does not work in"
+    if any(finding.rule == "LINK_OUTSIDE" for finding in report.findings):
+        verdict = "FAIL: not all of this draft was read, so nothing is known of it in"
     show_lines([f"{verdict} {server}" + (f" ({tally})" if tally else "")])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +50,8 @@ def inspect(
     from specctl.recipes.inspectrun import inspect_run, is_run
 
     if is_run(Path(path)):
+        # matplotlib wants a folder for its cache, and home may not be writable.
+        os.environ.setdefault("MPLCONFIGDIR", tempfile.gettempdir())
         run = inspect_run(Path(path), plot)
         if json:
             show_json("inspect", True, run)

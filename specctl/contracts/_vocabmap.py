@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 def map_targets(subject: Subject) -> NDArray[Any] | None:
     """Target id of each draft id, int64 [D], of a map that has the right length and is needed."""
     head, offsets = subject.head, subject.d2t
-    if head is None or offsets is None or not head.is_reduced or len(offsets) != head.draft_vocab_size:
+    if head is None or offsets is None or len(offsets) != head.draft_vocab_size:
         return None
+    if not head.is_reduced and subject.runtime != "sglang":
+        return None  # vLLM takes no map over the whole vocabulary; D2T_UNNEEDED speaks of it
     targets: NDArray[Any] = offsets + counting(offsets)
     return targets
 

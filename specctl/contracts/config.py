@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
-from specctl.files.subject import Subject, brief
+from specctl.files.serverview import brief, release
+from specctl.files.subject import Subject
 from specctl.records.contract import Found, KeyPath, Repair, rule, rules_in
 from specctl.records.headkeys import missing_sizes
-from specctl.records.runtimes import SGLANG_DRAFT_CLASSES, VLLM_DRAFT_CLASSES
+from specctl.records.modeltypes import MODEL_TYPES
+from specctl.records.runtimes import NEWEST, OLDEST, SGLANG_DRAFT_CLASSES, VLLM_DRAFT_CLASSES
 
 TRAINER_CLASSES: Final = (
     "LlamaEagle3DraftModel",
@@ -56,20 +58,24 @@ def config_size_missing(subject: Subject) -> Iterator[Found]:
 @rule(
     "HEADS_DIVIDE",
     "error",
-    "query heads are no multiple of key heads",
-    story="Each key-value head serves a whole number of query heads. Other numbers stop the server when it builds "
-    "the attention layer.",
+    "numbers of heads that do not divide",
+    story="Each key-value head serves a whole number of query heads, and transformers 5 refuses a Llama config whose "
+    "hidden size is no multiple of the heads, also where head_dim is said. Other numbers stop the server.",
     fix="correct `num_attention_heads` or `num_key_value_heads`",
-    source="vLLM 0.33.0 models/llama.py, LlamaAttention",
+    source="vLLM 0.33.0 models/llama.py, LlamaAttention; transformers 5.24 `LlamaConfig.validate_architecture`",
 )
 def heads_divide(subject: Subject) -> Iterator[Found]:
     head = subject.head
-    if head is not None and head.num_attention_heads % head.num_key_value_heads:
-        yield Found(
-            "config.json: num_key_value_heads",
-            f"a divisor of num_attention_heads, {head.num_attention_heads}",
-            str(head.num_key_value_heads),
-        )
+    if head is None:
+        return
+    if head.num_attention_heads % head.num_key_value_heads:
+        expected = f"a divisor of num_attention_heads, {head.num_attention_heads}"
+        yield Found("config.json: num_key_value_heads", expected, str(head.num_key_value_heads))
+    elif head.hidden_size % head.num_attention_heads and subject.raw.get("model_type") == "llama":
+        expected = f"a divisor of hidden_size, {head.hidden_size}"
+        yield Found("config.json: num_attention_heads", expected, str(head.num_attention_heads))
+    elif head.head_dim % 2:
+        yield Found("config.json: head_dim", "an even number, which rope turns in pairs", str(head.head_dim))
 
 
 @rule(
@@ -108,12 +114,14 @@ def arch_unknown(subject: Subject) -> Iterator[Found]:
     first = VLLM_DRAFT_CLASSES.get(built)
     if built in SGLANG_DRAFT_CLASSES if subject.runtime == "sglang" else first is not None and first <= subject.version:
         return
-    is_llama = subject.block == "llama" and (name in TRAINER_CLASSES or first is not None)
-    release = f", which came with vLLM {'.'.join(map(str, first))}" if first and subject.runtime == "vllm" else ""
+    is_newer = subject.runtime == "vllm" and first is not None
+    is_llama = subject.block == "llama" and not is_newer and (name in TRAINER_CLASSES or first is not None)
+    came = f", which came with vLLM {release(first)}" if first and subject.runtime == "vllm" else ""
     yield Found(
         "config.json: architectures",
         "a class of the runtime, as LlamaForCausalLMEagle3",
-        name + (f", which vLLM looks up as {built}" if built != name else "") + release,
+        name + (f", which vLLM looks up as {built}" if built != name else "") + came,
+        fix=f"use vLLM {release(first)} or newer" if is_newer and first else None,
         repair=Repair(set={("architectures",): ["LlamaForCausalLMEagle3"]}) if is_llama else None,
     )
 
@@ -137,6 +145,77 @@ def model_type_missing(subject: Subject) -> Iterator[Found]:
 
 
 @rule(
+    "MODEL_TYPE_UNKNOWN",
+    "error",
+    "nobody knows this model_type",
+    story="transformers and vLLM look the configuration's class up by `model_type` and refuse a name that neither "
+    "has registered, before the draft is looked at.",
+    fix='write "model_type": "llama" (or the kind of the draft\'s own layer)',
+    source="transformers 5.24 `CONFIG_MAPPING_NAMES`; vLLM 0.33.0 transformers_utils/config.py:124-175",
+)
+def model_type_unknown(subject: Subject) -> Iterator[Found]:
+    kind = subject.raw.get("model_type")
+    if isinstance(kind, str) and kind not in MODEL_TYPES and not subject.is_speculators:
+        head = subject.head
+        settings: dict[KeyPath, Any] = {("model_type",): subject.block}
+        settings |= {("head_dim",): head.head_dim} if head is not None else {}
+        repair = Repair(set=settings)
+        yield Found("config.json: model_type", subject.block, kind, repair=repair)
+
+
+@rule(
+    "ACTIVATION_UNKNOWN",
+    "error",
+    "the draft's activation is not one the servers have",
+    story="The MLP of a Llama draft is gated with SiLU in both servers, which stop at any other: `Unsupported "
+    "activation: ... Only silu is supported for now`. Gemma targets hand their own to a copied config.",
+    fix="write silu if the head was trained so; a head trained with another cannot be served",
+    source="vLLM 0.33.0 models/llama.py:112; sglang 0.5.23 models/llama.py",
+)
+def activation_unknown(subject: Subject) -> Iterator[Found]:
+    if subject.head is not None and subject.head.hidden_act != "silu":
+        path = ".".join(subject.path("hidden_act"))
+        yield Found(f"config.json: {path}", "silu", subject.head.hidden_act)
+
+
+@rule(
+    "RMS_EPS",
+    "warning",
+    "rms_norm_eps is not said, or far from the target's",
+    story="Where the key is absent transformers takes 1e-6. Every norm of the draft adds this number; trainers take "
+    "the target's, and another one shifts every state a little, unseen.",
+    fix="write the value the head was trained with",
+    source="transformers 5.24 `LlamaConfig`",
+)
+def rms_eps(subject: Subject) -> Iterator[Found]:
+    if subject.head is None:
+        return
+    own, target = subject.settings.get("rms_norm_eps"), subject.target.rms_norm_eps if subject.target else None
+    where = "config.json: " + ".".join(subject.path("rms_norm_eps"))
+    if own is None:
+        repair = Repair(set={subject.path("rms_norm_eps"): target}) if target else None
+        yield Found(where, f"{target}, as the target" if target else "a number", "nothing, so 1e-06", repair=repair)
+    elif target and type(own) is float and not 0.1 < own / target < 10:
+        yield Found(where, f"about {target}, as the target", str(own))
+
+
+@rule(
+    "VERSION_UNREAD",
+    "warning",
+    "the rules were not read from this release",
+    story="The rules rest on the sources of vLLM 0.10.2 to 0.33.0 and SGLang 0.5.10 to 0.5.23. Before and after them "
+    "servers may do something else; what is said here is then what the nearest release does.",
+    fix="check the server's own log at its start, or pass the version you serve with",
+    source="specctl `records/runtimes.py`",
+)
+def version_unread(subject: Subject) -> Iterator[Found]:
+    oldest, newest = OLDEST[subject.runtime], NEWEST[subject.runtime]
+    if not oldest <= subject.version or subject.version[: len(newest)] > (*newest[:-1], 10**6):
+        expected = f"{subject.runtime} {release(oldest)} to {release(newest)}"
+        yield Found("--runtime-version", expected, release(subject.version))
+
+
+@rule(
     "MODEL_TYPE_DIFFERS",
     "warning",
     "model_type is not that of the draft's layers",
@@ -149,6 +228,8 @@ def model_type_differs(subject: Subject) -> Iterator[Found]:
     kind = subject.raw.get("model_type")
     own = subject.block
     if subject.is_speculators or not isinstance(kind, str) or kind == own or subject.head is None:
+        return
+    if kind not in MODEL_TYPES:
         return
     if any("Deepseek" in name for name in subject.classes):
         return

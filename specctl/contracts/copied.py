@@ -2,23 +2,33 @@
 
 from collections.abc import Iterator, Mapping
 
-from specctl.files.subject import Subject, brief
+from specctl.errors import InputError
+from specctl.files.inside import ClosedFile, inside
+from specctl.files.jsonfile import read_json
+from specctl.files.serverview import brief
+from specctl.files.subject import Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
 
 
 @rule(
     "TIED_REDUCED",
     "error",
-    "head and embedding are tied and differ in size",
+    "head and embedding are tied and are not one table",
     story="A tied target hands `tie_word_embeddings: true` to its draft's config. The draft's head covers the "
-    "reduced vocabulary and its embedding the whole one; SGLang then uses the embedding as the head, and trainers "
-    "fail to reload.",
+    "reduced vocabulary and its embedding the whole one; SGLang then uses the embedding as the head, also where the "
+    "draft brings one of its own, and trainers fail to reload.",
     fix="set `tie_word_embeddings` to false",
     source="sgl-project/SpecForge#139; NVIDIA-NeMo/Automodel#2319; sglang 0.5.23 models/llama_eagle3.py",
 )
 def tied_reduced(subject: Subject) -> Iterator[Found]:
     head = subject.head
-    if head is not None and head.is_reduced and subject.settings.get("tie_word_embeddings") is True:
+    if head is None or subject.settings.get("tie_word_embeddings") is not True:
+        return
+    is_lost = subject.runtime == "sglang" and "lm_head.weight" in subject.tensors and not head.is_reduced
+    if is_lost:
+        repair = None if subject.is_speculators else Repair(set={("tie_word_embeddings",): False})
+        yield Found("config.json: tie_word_embeddings", "false, for a head with lm_head", "true", repair=repair)
+    elif head.is_reduced:
         repair = None if subject.is_speculators else Repair(set={("tie_word_embeddings",): False})
         yield Found(
             "config.json: tie_word_embeddings",
@@ -39,6 +49,9 @@ def tied_reduced(subject: Subject) -> Iterator[Found]:
 )
 def quant_inherited(subject: Subject) -> Iterator[Found]:
     method = subject.raw.get("quantization_config")
+    is_beside = "hf_quant_config.json" in subject.checkpoint.side_files and method is None
+    if is_beside and subject.runtime == "vllm" and subject.tensors and not subject.scales and _names_a_method(subject):
+        yield Found("hf_quant_config.json", "no such file, for plain tensors", "one that names a method")
     if not isinstance(method, Mapping) or not subject.tensors or subject.scales:
         return
     if all(
@@ -83,6 +96,16 @@ def dtype_contradicts(subject: Subject) -> Iterator[Found]:
 
 def _bare(dtype: str) -> str:
     return dtype.removeprefix("torch.")
+
+
+def _names_a_method(subject: Subject) -> bool:
+    """Whether the file beside the weights says a method; ModelOpt writes one with null for plain heads."""
+    try:
+        record, _ = read_json(inside(subject.checkpoint.folder, "hf_quant_config.json"))
+    except (InputError, ClosedFile):
+        return True
+    inner = record.get("quantization")
+    return not isinstance(inner, Mapping) or inner.get("quant_algo") is not None
 
 
 RULES = rules_in(globals())

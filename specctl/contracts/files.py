@@ -96,10 +96,10 @@ INDEX_SHARD_MISSING = rule(
     "INDEX_SHARD_MISSING",
     "error",
     "the index names a shard that is not there",
-    story="A download that left one shard out still looks complete. vLLM loads the shards it finds, and every "
-    "tensor of the missing one stays uninitialised without a message.",
+    story="A download that left one shard out still looks complete. vLLM stops at the file it misses; loaders that "
+    "take every *.safetensors load what is there, and each tensor of the missing shard stays uninitialised.",
     fix="fetch the missing file",
-    source="deepseek-ai/DeepSpec#11; vLLM 0.33.0 default_loader.py:512-523",
+    source="deepseek-ai/DeepSpec#11; vLLM 0.33.0 model_loader/weight_utils.py:590-632",
 )(_problem("INDEX_SHARD_MISSING"))
 
 INDEX_PATH_ESCAPES = rule(
@@ -152,6 +152,50 @@ TENSOR_TWICE = rule(
     source="vLLM 0.33.0 model_executor/model_loader/weight_utils.py",
 )(_problem("TENSOR_TWICE"))
 
+
+def _mended_by_copy(rule_id: str) -> Callable[[Subject], Iterator[Found]]:
+    """As `_problem`, where a copy in one model.safetensors is the repair, for vLLM only."""
+
+    def check(subject: Subject) -> Iterator[Found]:
+        for found in _problem(rule_id)(subject):
+            yield replace(found, repair=Repair())
+
+    return check
+
+
+WEIGHTS_CONSOLIDATED = rule(
+    "WEIGHTS_CONSOLIDATED",
+    "error",
+    "a consolidated file sends vLLM to another format",
+    story="A file called consolidated*.safetensors, anywhere below the folder, makes vLLM take the checkpoint for one "
+    "in Mistral's own format: it then loads only files of that name beside config.json, or stops at `Cannot find any "
+    "model weights`.",
+    fix="move the consolidated files out of the folder",
+    source="vLLM 0.33.0 model_loader/default_loader.py:144-262, transformers_utils/repo_utils.py:137-206",
+    needs=("vllm",),
+)(_mended_by_copy("WEIGHTS_CONSOLIDATED"))
+
+INDEX_SUBFOLDER = rule(
+    "INDEX_SUBFOLDER",
+    "error",
+    "the index names files in a subfolder",
+    story="vLLM looks for weights beside config.json only. A shard in a folder below is not loaded, and its tensors "
+    "stay uninitialised.",
+    fix="move the shards beside config.json and name them so in the index; `--fix` does",
+    source="vLLM 0.33.0 model_loader/default_loader.py:144-262",
+    needs=("vllm",),
+)(_mended_by_copy("INDEX_SUBFOLDER"))
+
+WEIGHTS_WRAPPED = rule(
+    "WEIGHTS_WRAPPED",
+    "error",
+    "the tensors lie one level down in the .bin file",
+    story="A trainer's own checkpoint keeps its weights under a key such as `state_dict`, beside steps and optimizers. "
+    "Servers take the keys at the top for tensor names.",
+    fix="`specctl convert` writes the tensors by themselves",
+    source="vLLM 0.33.0 model_loader/weight_utils.py:1492",
+)(_problem("WEIGHTS_WRAPPED"))
+
 LINK_OUTSIDE = rule(
     "LINK_OUTSIDE",
     "error",
@@ -173,7 +217,7 @@ LINK_OUTSIDE = rule(
     source="https://pytorch.org/docs/stable/generated/torch.load.html, weights_only",
 )
 def weights_pickle(subject: Subject) -> Iterator[Found]:
-    is_read = not any(problem.rule.startswith("WEIGHTS") for problem in subject.checkpoint.problems)
+    is_read = not any(problem.rule.startswith("WEIGHTS_") for problem in subject.checkpoint.problems)
     if subject.checkpoint.container in ("bin", "sharded-bin") and is_read:
         name = subject.checkpoint.weight_files[0].name
         yield Found(name, "a *.safetensors file", "a pickle that names only tensors", repair=Repair())

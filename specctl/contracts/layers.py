@@ -1,15 +1,15 @@
 """Rules on the layers whose states the draft reads: are they said, in order, and read as they were meant."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
+from specctl.contracts._layerids import IDS, fc_fits, ids_text, nested_ids, top_ids, where_ids
 from specctl.files.reorder import states_in_order
 from specctl.files.subject import Subject
 from specctl.records.contract import Found, Level, Repair, rule, rules_in
 from specctl.records.head import DEFAULT_AUX_COUNT
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-LAYER_ZERO_BROKEN_TO = (0, 33)
-"""The last release read in which an in-place norm overwrites the captured embeddings."""
+FIRST_DEFAULT = 2
 
 
 @rule(
@@ -30,7 +30,7 @@ def aux_layers_implicit(subject: Subject) -> Iterator[Found]:
         return
     guess = subject.default_aux
     if guess is not None:
-        found = f"nothing; {subject.runtime} will read boundaries {_ids(guess)}"
+        found = f"nothing; {subject.runtime} will read boundaries {ids_text(guess)}"
     elif subject.target is not None:
         found = f"nothing, and a target of {subject.target.num_layers} layers is too shallow for the default"
     else:
@@ -39,27 +39,85 @@ def aux_layers_implicit(subject: Subject) -> Iterator[Found]:
 
 
 @rule(
+    "AUX_LAYERS_UNREAD",
+    "warning",
+    "layer ids stand under a key that no server reads",
+    story="Some trainers have a key of their own for the layers. Both servers pass over it and take 2, N/2 and N-3; "
+    "a head that was trained on other layers then meets states it has never seen, and nothing is logged.",
+    fix="write the boundary ids as `eagle_aux_hidden_state_layer_ids`; `--fix` does where they are certain",
+    source="Tencent/AngelSlim 0.5.0 target_model_wrapper.py:578-627; vLLM 0.33.0 eagle3_utils.py:119",
+)
+def aux_layers_unread(subject: Subject) -> Iterator[Found]:
+    meant = subject.declared_aux
+    if meant is None or top_ids(subject) is not None or nested_ids(subject) is not None or not subject.own_ids_key:
+        return
+    repair = Repair(set={(IDS,): list(meant), ("eagle_config", IDS): [i - 1 for i in meant]}) if min(meant) else None
+    yield Found(
+        f"config.json: {subject.own_ids_key}",
+        f"`{IDS}` {ids_text(meant)}",
+        f"only the trainer's own key; {subject.runtime} will read {_read(subject)}",
+        level="error" if _is_misread(subject, meant) else None,
+        repair=repair,
+    )
+
+
+@rule(
+    "AUX_LAYERS_MISREAD",
+    "error",
+    "the server will read other layers than the head means",
+    story="Ids are counted in two ways: as boundaries (the stream after so many layers) or as outputs of layers from "
+    "0. This head's ids mean one thing to the trainer that wrote them and another to the server.",
+    fix="`specctl convert` writes them in both spellings; name the layers with `--aux-layers`",
+    source="vllm-project/vllm#43671; sgl-project/sglang#25454; nvidia/gpt-oss-120b-Eagle3-v3",
+)
+def aux_layers_misread(subject: Subject) -> Iterator[Found]:
+    meant, read = subject.declared_aux, subject.effective_aux
+    is_nested = nested_ids(subject) is not None and top_ids(subject) is None
+    if meant is None or read is None or not is_nested or subject.runtime != "sglang":
+        return  # other mix-ups have rules of their own
+    if tuple(sorted(meant)) != read:
+        yield Found(f"config.json: eagle_config.{IDS}", f"boundaries {ids_text(meant)}", f"boundaries {ids_text(read)}")
+
+
+@rule(
+    "AUX_LAYERS_OUTPUTS",
+    "warning",
+    "layer ids look like outputs where boundaries are read",
+    story="At the top of config.json an id is a boundary: the stream after so many layers. These are the usual three "
+    "less one, as trainers count that number the outputs of layers from 0. If they were copied so, every state is one "
+    "layer too early.",
+    fix="check how the trainer counts; boundaries are its outputs plus one",
+    source="lightseekorg/TorchSpec#87; NVIDIA-NeMo/Automodel vllm_runner.py:236-262",
+    needs=("target",),
+)
+def aux_layers_outputs(subject: Subject) -> Iterator[Found]:
+    top, usual = top_ids(subject), subject.default_aux
+    if top is not None and usual is not None and nested_ids(subject) is None and top == [i - 1 for i in usual]:
+        yield Found(f"config.json: {IDS}", f"{ids_text(usual)}, or other layers on purpose", ids_text(top))
+
+
+@rule(
     "AUX_LAYERS_NESTED",
     "warning",
     "layer ids stand where vLLM reads them wrongly or not",
-    story="In `eagle_config` the ids mean the output of layer i, counted from 0, as SGLang and the trainers count. "
-    "vLLM's V2 runner does not look there and takes its default; the V1 runner, which runs parallel drafting, takes "
-    "the numbers as boundaries, one layer too early.",
+    story="In `eagle_config` the ids mean the output of layer i, counted from 0, as SGLang and most trainers count. "
+    "vLLM has two model runners: the newer one (V2) does not look there and takes its default; the older (V1, which "
+    "runs parallel drafting and machines without Triton) takes the numbers as boundaries, one layer too early.",
     fix="write boundary ids (output of layer i is i + 1) at the top of config.json too",
     source="vLLM 0.33.0 eagle3_utils.py:142-147, gpu_model_runner.py:5218-5219",
     needs=("vllm",),
 )
 def aux_layers_nested(subject: Subject) -> Iterator[Found]:
-    nested = _nested(subject)
-    if nested is None or _top(subject) is not None:
+    nested = nested_ids(subject)
+    if nested is None or top_ids(subject) is not None:
         return
-    meant, read = subject.declared_aux, subject.effective_aux
-    level: Level = "error" if meant is not None and read is not None and meant != read else "warning"
-    takes = f"boundaries {_ids(read)}" if read else "2, N/2 and N-3"
+    meant = subject.declared_aux
+    either = [meant] if meant else [tuple(nested), tuple(i + 1 for i in nested)]
+    level: Level = "error" if all(_is_misread(subject, ids) for ids in either) else "warning"
     yield Found(
         f"config.json: eagle_config.{IDS}",
-        f"`{IDS}` at the top" + (f", {_ids(meant)}" if meant else ""),
-        f"only the nested {_ids(nested)}; vLLM will read {takes}",
+        f"`{IDS}` at the top" + (f", {ids_text(meant)}" if meant else ""),
+        f"only the nested {ids_text(nested)}; vLLM will read {_read(subject)}",
         level=level,
         repair=Repair(set={(IDS,): list(meant)}) if meant else None,
     )
@@ -76,17 +134,17 @@ def aux_layers_nested(subject: Subject) -> Iterator[Found]:
     needs=("sglang",),
 )
 def aux_layers_top_sglang(subject: Subject) -> Iterator[Found]:
-    top = _top(subject)
-    if top is None or _nested(subject) is not None or subject.is_speculators or min(top) < 1:
+    top = top_ids(subject)
+    if top is None or nested_ids(subject) is not None or subject.is_speculators or min(top) < 1:
         return
     same = subject.default_aux == tuple(top)
     repair = Repair(set={("eagle_config", IDS): [i - 1 for i in top]})
     found = "only the ids at the top" + (
-        f"; SGLang will read {_ids(subject.default_aux)}" if subject.default_aux else ""
+        f"; SGLang will read {ids_text(subject.default_aux)}" if subject.default_aux else ""
     )
     yield Found(
         f"config.json: eagle_config.{IDS}",
-        _ids([i - 1 for i in top]),
+        ids_text([i - 1 for i in top]),
         found,
         level="warning" if same else None,
         repair=repair,
@@ -104,10 +162,12 @@ def aux_layers_top_sglang(subject: Subject) -> Iterator[Found]:
     source="vLLM 0.33.0 eagle3_utils.py:119; sglang 0.5.23 models/llama.py:939-941; vllm-project/vllm#43671",
 )
 def aux_layers_contradict(subject: Subject) -> Iterator[Found]:
-    top, nested = _top(subject), _nested(subject)
+    top, nested = top_ids(subject), nested_ids(subject)
     if top is not None and nested is not None and sorted(top) != sorted(i + 1 for i in nested):
         yield Found(
-            f"config.json: eagle_config.{IDS}", f"{_ids([i - 1 for i in top])}, the top list less one", _ids(nested)
+            f"config.json: eagle_config.{IDS}",
+            f"{ids_text([i - 1 for i in top])}, the top list less one",
+            ids_text(nested),
         )
 
 
@@ -121,10 +181,10 @@ def aux_layers_contradict(subject: Subject) -> Iterator[Found]:
     source="vLLM 0.33.0 models/interfaces.py:1617; vllm-project/vllm#50514",
 )
 def aux_layers_unsorted(subject: Subject) -> Iterator[Found]:
-    ids = _top(subject) or _nested(subject)
+    ids = top_ids(subject) or nested_ids(subject)
     if ids is None or len(set(ids)) != len(ids) or ids == sorted(ids):
         return
-    yield Found(_where(subject), _ids(sorted(ids)), _ids(ids), repair=_sorted(subject, ids))
+    yield Found(where_ids(subject), ids_text(sorted(ids)), ids_text(ids), repair=_sorted(subject, ids))
 
 
 @rule(
@@ -137,9 +197,9 @@ def aux_layers_unsorted(subject: Subject) -> Iterator[Found]:
     source="vLLM 0.33.0 models/interfaces.py:1617",
 )
 def aux_layers_duplicate(subject: Subject) -> Iterator[Found]:
-    ids = _top(subject) or _nested(subject)
+    ids = top_ids(subject) or nested_ids(subject)
     if ids is not None and len(set(ids)) != len(ids):
-        yield Found(_where(subject), "each id once", _ids(ids))
+        yield Found(where_ids(subject), "each id once", ids_text(ids))
 
 
 @rule(
@@ -152,14 +212,14 @@ def aux_layers_duplicate(subject: Subject) -> Iterator[Found]:
     source="vLLM 0.33.0 models/llama.py:425-456; lightseekorg/TorchSpec#87",
 )
 def aux_layers_range(subject: Subject) -> Iterator[Found]:
-    top, nested = _top(subject), _nested(subject)
-    ids = top if top is not None else [i + 1 for i in nested] if nested is not None else []
+    top, nested = top_ids(subject), nested_ids(subject)
+    declared = list(subject.declared_aux) if subject.declared_aux is not None else None
+    ids = top if top is not None else declared or ([i + 1 for i in nested] if nested is not None else [])
     last = subject.target.num_layers if subject.target is not None else None
     bad = [i for i in ids if i < 0 or (last is not None and i > last)]
     if bad:
-        shown = bad[0] if top is not None else bad[0] - 1
         expected = f"boundaries from 0 to {last if last is not None else 'N'}"
-        yield Found(_where(subject), expected, f"{shown}" + ("" if top is not None else " (output of a layer)"))
+        yield Found(where_ids(subject), expected, f"boundary {bad[0]} in {ids_text(ids)}")
 
 
 @rule(
@@ -173,68 +233,11 @@ def aux_layers_range(subject: Subject) -> Iterator[Found]:
     needs=("sglang",),
 )
 def aux_layers_ends_sglang(subject: Subject) -> Iterator[Found]:
-    top, nested = _top(subject), _nested(subject)
+    top, nested = top_ids(subject), nested_ids(subject)
     ids = [i + 1 for i in nested] if nested is not None else top or []
     last = subject.target.num_layers if subject.target is not None else None
     for i in sorted(set(ids) & {0, *([last] if last is not None else [])}):
-        yield Found(_where(subject), "boundaries above 0 and below the target's last", f"boundary {i}")
-
-
-@rule(
-    "AUX_LAYERS_ZERO",
-    "error",
-    "this vLLM overwrites the embeddings it captures",
-    story="Boundary 0 is the input embedding. Up to 0.33 vLLM keeps a reference to it, and the fused norm of the "
-    "first layer then writes over that memory; the Transformers backend stops with KeyError: -1. The draft reads "
-    "noise where it learned embeddings.",
-    fix="use a vLLM newer than 0.33 (vllm-project/vllm#66546)",
-    source="vllm-project/vllm#66546; vLLM 0.33.0 models/interfaces.py:1647-1649",
-    needs=("vllm",),
-    since="vLLM up to 0.33",
-)
-def aux_layers_zero(subject: Subject) -> Iterator[Found]:
-    ids = subject.effective_aux
-    if ids is not None and 0 in ids and subject.version[:2] <= LAYER_ZERO_BROKEN_TO:
-        yield Found(_where(subject), "no boundary 0 with vLLM up to 0.33", _ids(ids))
-
-
-@rule(
-    "AUX_COUNT_DIFFERS",
-    "error",
-    "ids and num_aux_hidden_states disagree",
-    story="vLLM sizes fc by `num_aux_hidden_states` and captures by the ids. When the two differ the first step "
-    "multiplies matrices that do not fit.",
-    fix="set `num_aux_hidden_states` to the number of ids",
-    source="vLLM 0.33.0 models/llama_eagle3.py:209-221",
-)
-def aux_count_differs(subject: Subject) -> Iterator[Found]:
-    count, ids = subject.settings.get("num_aux_hidden_states"), _top(subject) or _nested(subject)
-    if count is not None and ids is not None and len(set(ids)) == len(ids) and count != len(ids):
-        fits = subject.head is not None and _fits(subject, len(ids))
-        repair = Repair(set={("num_aux_hidden_states",): len(ids)}) if fits else None
-        yield Found("config.json: num_aux_hidden_states", f"{len(ids)}, for {_ids(ids)}", str(count), repair=repair)
-
-
-@rule(
-    "AUX_COUNT_IMPLICIT",
-    "error",
-    "other than three states, and no num_aux_hidden_states",
-    story="vLLM's Llama draft counts the states by `num_aux_hidden_states`, then by the nested ids, then takes 3. It "
-    "does not count the ids at the top, so fc is built for three states whatever they say.",
-    fix="write `num_aux_hidden_states`",
-    source="vLLM 0.33.0 models/llama_eagle3.py:209-221; speculators algos.py",
-    needs=("vllm",),
-)
-def aux_count_implicit(subject: Subject) -> Iterator[Found]:
-    top, nested = _top(subject), _nested(subject)
-    if top is None or nested is not None or subject.settings.get("num_aux_hidden_states") is not None:
-        return
-    if len(top) == DEFAULT_AUX_COUNT or subject.block == "qwen3" or len(set(top)) != len(top):
-        return
-    path = ("transformer_layer_config",) if subject.is_speculators else ()
-    repair = Repair(set={(*path, "num_aux_hidden_states"): len(top)})
-    where = "config.json: " + ".".join((*path, "num_aux_hidden_states"))
-    yield Found(where, f"{len(top)}, for {_ids(top)}", "nothing, so vLLM takes 3", repair=repair)
+        yield Found(where_ids(subject), "boundaries above 0 and below the target's last", f"boundary {i}")
 
 
 @rule(
@@ -253,43 +256,40 @@ def aux_countrelease(subject: Subject) -> Iterator[Found]:
         yield Found("config.json: num_aux_hidden_states", "3 with vLLM before 0.22", str(head.num_aux))
 
 
-def _top(subject: Subject) -> list[int] | None:
-    ids = subject.settings.get(IDS)
-    return ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
-
-
-def _nested(subject: Subject) -> list[int] | None:
-    eagle = subject.raw.get("eagle_config")
-    ids = eagle.get(IDS) if isinstance(eagle, dict) and not subject.is_speculators else None
-    return ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else None
-
-
 def _is_said(subject: Subject) -> bool:
     eagle = subject.raw.get("eagle_config")
     other = eagle.get("layer_ids") if isinstance(eagle, dict) else None
-    return bool(_top(subject) or _nested(subject) or other or subject.misfits)
+    return bool(top_ids(subject) or nested_ids(subject) or other or subject.misfits or subject.own_ids_key)
 
 
-def _where(subject: Subject) -> str:
-    return f"config.json: {IDS}" if _top(subject) is not None else f"config.json: eagle_config.{IDS}"
+def _is_misread(subject: Subject, meant: Sequence[int]) -> bool:
+    """Whether the runtime reads other boundaries than `meant`, whatever the target."""
+    if subject.effective_aux is not None:
+        return tuple(sorted(meant)) != subject.effective_aux
+    # The default is 2, N/2 and N-3: three ids, the first of them 2.
+    return len(meant) != DEFAULT_AUX_COUNT or min(meant) != FIRST_DEFAULT
 
 
-def _ids(ids: tuple[int, ...] | list[int] | None) -> str:
-    return f"[{', '.join(map(str, ids or ()))}]"
+def _read(subject: Subject) -> str:
+    """What the runtime takes where it is told nothing."""
+    ids = subject.effective_aux
+    return f"boundaries {ids_text(ids)}" if ids is not None else "2, N/2 and N-3"
 
 
-def _fits(subject: Subject, count: int) -> bool:
-    head, fc = subject.head, subject.tensors.get("fc.weight")
-    return head is not None and fc is not None and fc.shape == (head.hidden_size, count * head.target_hidden_size)
+def _fused_vectors_fit(subject: Subject, count: int) -> bool:
+    """Whether the vectors that move with fc's blocks are as long as fc is wide."""
+    width = count * subject.head.target_hidden_size if subject.head is not None else 0
+    vectors = [subject.tensors.get(name) for name in ("input_norm.weight", "mask_hidden")]
+    return all(entry is None or math.prod(entry.shape) == width for entry in vectors)
 
 
 def _sorted(subject: Subject, ids: list[int]) -> Repair | None:
     head = subject.head
-    if head is None or not _fits(subject, len(ids)):
+    if head is None or not fc_fits(subject, len(ids)) or not _fused_vectors_fit(subject, len(ids)):
         return None
     changes = states_in_order(subject.tensors, ids, head.target_hidden_size)
     replace = {subject.names.get(name, name): source for name, source in changes.items()}
-    lists = {(IDS,): _top(subject), ("eagle_config", IDS): _nested(subject)}
+    lists = {(IDS,): top_ids(subject), ("eagle_config", IDS): nested_ids(subject)}
     return Repair(set={path: sorted(values) for path, values in lists.items() if values}, replace=replace)
 
 

@@ -3,18 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, Final
 
-from specctl.files.subject import MASK_TOKEN_KEYS, Subject, brief
+from specctl.files.serverview import brief
+from specctl.files.subject import MASK_TOKEN_KEYS, Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
-from specctl.records.runtimes import Version
 
-PARALLEL_SINCE: Final[Version] = (0, 16)
 MASK_BUFFER_SINCE: Final = (0, 22)
 """vLLM release whose buffer for the mask is as wide as fc instead of three times the draft's width."""
 
 MASK_TOKEN_ID_SINCE: Final = (0, 28)
 """vLLM release that reads `mask_token_id` at the top beside the two older spellings."""
-
-QWEN3_SINCE: Final[Version] = (0, 24)
 
 
 @rule(
@@ -73,7 +70,7 @@ def mask_hidden_shape(subject: Subject) -> Iterator[Found]:
 @rule(
     "MASK_HIDDEN_ZERO",
     "warning",
-    "the learned mask is all one number",
+    "the learned mask holds no learned numbers",
     story="An untrained mask is a constant, most often zero. Depth 0 works as in EAGLE-3 and every deeper token is "
     "guessed from nothing.",
     fix="check that training updated `mask_hidden` and that it was saved after, not before",
@@ -81,7 +78,9 @@ def mask_hidden_shape(subject: Subject) -> Iterator[Found]:
 )
 def mask_hidden_zero(subject: Subject) -> Iterator[Found]:
     values = subject.table("mask_hidden")
-    if values is not None and values.size > 1 and bool((values == values.flat[0]).all()):
+    if values is not None and not subject.is_deep and not bool((abs(values) < float("inf")).all()):
+        yield Found(subject.place("mask_hidden"), "finite numbers", "NaN or infinity", level="error")
+    elif values is not None and values.size > 1 and bool((values == values.flat[0]).all()):
         yield Found(subject.place("mask_hidden"), "learned numbers", f"{values.size} times {float(values.flat[0]):g}")
 
 

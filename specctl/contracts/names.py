@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 from typing import Final
 
-from specctl.files.subject import PREFIXES, SCALE_ENDINGS, Subject, shape_text
+from specctl.files.serverview import PREFIXES, canonical, shape_text
+from specctl.files.subject import SCALE_ENDINGS, Subject
 from specctl.records.contract import Found, Level, Repair, rule, rules_in
-from specctl.records.head import optional_shapes, required_shapes
+from specctl.records.head import HeadConfig, optional_shapes, required_shapes
 from specctl.records.runtimes import Version
 
 OWN_RULES: Final = ("d2t", "t2d", "mask_hidden", "embed_tokens.weight", "lm_head.weight", "fc.weight")
 """Tensors whose absence or shape has a rule of its own."""
-
-MULTI_LAYER: Final[Version] = (0, 11, 1)
-"""vLLM release that builds more than one draft layer."""
 
 SGLANG_LAYERS_SINCE: Final[Version] = (0, 5, 12)
 """SGLang release that knows `layers.N.` beside `midlayer.`, and more than one of them."""
@@ -75,6 +73,27 @@ def name_layers_sglang(subject: Subject) -> Iterator[Found]:
 
 
 @rule(
+    "NAME_TWICE",
+    "error",
+    "two names mean one tensor of the head",
+    story="`midlayer.` and `layers.0.` are the same layer, and a prefix is stripped: two tensors then go to one place, "
+    "and the one that is read last stays. Which that is depends on the order in the file.",
+    fix="keep the tensors that were trained and drop the others",
+    source="vLLM 0.33.0 models/llama_eagle3.py:290-299; sglang 0.5.23 models/llama_eagle3.py:337-342",
+)
+def name_twice(subject: Subject) -> Iterator[Found]:
+    seen: dict[str, str] = {}
+    twice = []
+    for name in sorted(subject.checkpoint.tensors):
+        first = seen.setdefault(canonical(name), name)
+        if first != name:
+            twice.append((first, name))
+    if twice:
+        more = f", and {len(twice) - 1} more such pairs" if len(twice) > 1 else ""
+        yield Found("the weights", "one tensor for each place", f"`{twice[0][0]}` and `{twice[0][1]}`{more}")
+
+
+@rule(
     "NAME_UNKNOWN",
     "error",
     "a tensor that no part of the head takes",
@@ -87,9 +106,10 @@ def name_unknown(subject: Subject) -> Iterator[Found]:
     head = subject.head
     if head is None:
         return
-    known = {*required_shapes(head), *optional_shapes(head), *OWN_RULES}
+    own = OWN_RULES if head.use_aux else set(OWN_RULES) - {"fc.weight"}
+    known = {*required_shapes(head), *optional_shapes(head), *own}
     for name in sorted(subject.tensors):
-        if name in known or name.endswith((*SCALE_ENDINGS, ".bias")) or name.startswith(("fc_norm.", "input_norm.")):
+        if name in known or name.endswith((*SCALE_ENDINGS, ".bias")) or _has_rule(name, head):
             continue
         if name.startswith("layers.") and not _is_layer_of(name, head.num_hidden_layers):
             continue  # LAYERS_COUNT speaks of it
@@ -118,6 +138,12 @@ def tensor_missing(subject: Subject) -> Iterator[Found]:
         if name.startswith("layers.") and int(name.split(".")[1]) not in subject.layers:
             continue
         yield Found("the weights", f"`{name}` {shape_text(shape)}", "no such tensor")
+
+
+def _has_rule(name: str, head: HeadConfig) -> bool:
+    """Norms without their flag are FC_NORM_UNFLAGGED and INPUT_NORM_UNFLAGGED."""
+    is_state_norm = name.startswith("fc_norm.") and not head.fc_norm
+    return is_state_norm or (name == "input_norm.weight" and not head.norm_before_fc)
 
 
 def _bare(name: str) -> str:

@@ -49,8 +49,10 @@ def fc_norm_missing(subject: Subject) -> Iterator[Found]:
 )
 def fc_norm_unflagged(subject: Subject) -> Iterator[Found]:
     head = subject.head
-    if head is not None and not head.fc_norm and _per_state(subject) and not _is_nested(subject, "fc_norm"):
-        repair = None if _is_peagle_file(subject) else Repair(set={("fc_norm",): True})
+    if head is None or head.fc_norm or _is_nested(subject, "fc_norm") or _is_peagle_file(subject):
+        return
+    if _per_state(subject):
+        repair = Repair(set={("fc_norm",): True})
         name = min(n for n in subject.tensors if n.startswith("fc_norm."))
         yield Found("config.json: fc_norm", "true", f"not true, and `{name}` in the weights", repair=repair)
 
@@ -161,7 +163,8 @@ def norm_contradicts(subject: Subject) -> Iterator[Found]:
 def norm_residual_implicit(subject: Subject) -> Iterator[Found]:
     if subject.is_speculators and subject.raw.get("norm_before_residual") is None and subject.head is not None:
         taken = _word(bool(subject.settings.get("norm_before_residual")))
-        yield Found("config.json: norm_before_residual", "true or false", f"no such key; vLLM takes {taken}")
+        said = "null" if "norm_before_residual" in subject.raw else "no such key"
+        yield Found("config.json: norm_before_residual", "true or false", f"{said}; vLLM takes {taken}")
 
 
 @rule(
@@ -205,7 +208,7 @@ def norm_output_meaning(subject: Subject) -> Iterator[Found]:
     since="norm_before_fc: vLLM before 0.18, SGLang before 0.5.17; fc_norm, norm_output: before 0.22, before 0.5.12",
 )
 def normrelease(subject: Subject) -> Iterator[Found]:
-    for flag, first in NEWER[subject.runtime].items():
+    for flag, first in NEWER[subject.runtime].items() if not subject.is_speculators else ():
         if subject.head is not None and getattr(subject.head, flag) and subject.version < first:
             release = ".".join(map(str, first))
             found = f"true, and {subject.runtime} {'.'.join(map(str, subject.version))}"
@@ -223,8 +226,8 @@ def normrelease(subject: Subject) -> Iterator[Found]:
     needs=("vllm",),
 )
 def norms_speculators_peagle(subject: Subject) -> Iterator[Found]:
-    if _is_peagle_file(subject) and subject.raw.get("fc_norm") is True:
-        yield Found("config.json: fc_norm", "false in this layout", "true")
+    if _is_peagle_file(subject) and _per_state(subject):
+        yield Found("config.json: fc_norm", "no norm per state in this layout", "`fc_norm.0.weight` in the weights")
 
 
 def _per_state(subject: Subject) -> bool:

@@ -3,17 +3,12 @@
 from collections.abc import Iterator
 from typing import Final
 
-from specctl.files.subject import Subject, release
+from specctl.files.serverview import release
+from specctl.files.subject import Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
 from specctl.records.runtimes import Version
 
 PARALLEL_SINCE: Final[Version] = (0, 16)
-MASK_BUFFER_SINCE: Final = (0, 22)
-"""vLLM release whose buffer for the mask is as wide as fc instead of three times the draft's width."""
-
-MASK_TOKEN_ID_SINCE: Final = (0, 28)
-"""vLLM release that reads `mask_token_id` at the top beside the two older spellings."""
-
 QWEN3_SINCE: Final[Version] = (0, 24)
 
 
@@ -47,7 +42,8 @@ def parallel_sglang(subject: Subject) -> Iterator[Found]:
 )
 def parallelrelease(subject: Subject) -> Iterator[Found]:
     first = QWEN3_SINCE if subject.block == "qwen3" else PARALLEL_SINCE
-    if subject.is_parallel and subject.version < first:
+    # The speculators layout has releases of its own (SPECULATORS_VERSION).
+    if subject.is_parallel and subject.version < first and not subject.is_speculators:
         yield Found(
             "the head", f"vLLM {release(first)} or newer for a P-EAGLE head", f"vLLM {release(subject.version)}"
         )
@@ -114,6 +110,21 @@ def parallel_unflagged(subject: Subject) -> Iterator[Found]:
         repair = Repair(set={("parallel_drafting",): True})
         found = "`mask_hidden` in the weights, and no flag"
         yield Found("config.json: parallel_drafting", "true", found, repair=repair)
+
+
+@rule(
+    "PARALLEL_DEPTHS_DIFFER",
+    "warning",
+    "config.json says two numbers of drafted tokens",
+    story="`num_draft_tokens` and `num_depths` both name the depths a head was trained for. Asked for more than it "
+    "learned, a head guesses noise at the end of every draft; nobody checks.",
+    fix="keep the number it was trained with",
+    source="NVIDIA-NeMo/Automodel peagle_recipe.py:73-84; NVIDIA-NeMo/Automodel#2376",
+)
+def parallel_depths_differ(subject: Subject) -> Iterator[Found]:
+    one, other = subject.raw.get("num_draft_tokens"), subject.raw.get("num_depths")
+    if subject.is_parallel and one is not None and other is not None and one != other:
+        yield Found("config.json: num_depths", f"{one}, as num_draft_tokens", str(other))
 
 
 @rule(

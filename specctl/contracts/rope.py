@@ -16,8 +16,17 @@ from specctl.records.rope import (
     rope_of,
 )
 
-RAISED_SINCE: Final = (0, 27)
-"""vLLM release that raises the draft's length to the target's."""
+NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "ntk": ("factor",),
+    "proportional": (),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Kinds of rope that both servers know, and what each cannot do without."""
 
 
 @rule(
@@ -36,6 +45,32 @@ def rope_missing(subject: Subject) -> Iterator[Found]:
     rope = rope_of(settings)
     if rope is None or rope.get("rope_theta") is None:
         yield Found(subject.key("rope_theta"), "the base the head was trained with", "nothing, so 10000")
+
+
+@rule(
+    "ROPE_INCOMPLETE",
+    "error",
+    "a scaled rope that is not whole",
+    story="Each kind of scaling has numbers it cannot do without (llama3 four, yarn and linear a factor). transformers "
+    "and vLLM stop at the first that is missing, with a KeyError that does not name the draft.",
+    fix="copy the whole rope of the trainer's config",
+    source="transformers 5.24 modeling_rope_utils.py; vLLM 0.33.0 layers/rotary_embedding/__init__.py",
+)
+def rope_incomplete(subject: Subject) -> Iterator[Found]:
+    rope = rope_of(subject.settings)
+    if subject.misfits or rope is None or is_per_attention_kind(subject.settings.get("rope_parameters")):
+        return
+    kind = rope["rope_type"]
+    if not isinstance(kind, str) or kind not in NEEDED:
+        yield Found(subject.key("rope_parameters"), f"one of {', '.join(NEEDED)}", f"rope_type {kind!r}")
+        return
+    lists = ("short_factor", "long_factor")
+    for key in NEEDED[kind]:
+        value = rope.get(key)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
+        if not (isinstance(value, list) if key in lists else is_number):
+            found = "nothing" if value is None else repr(value)[:60]
+            yield Found(subject.key(f"rope_parameters.{key}"), f"a positive number, for rope_type {kind}", found)
 
 
 @rule(
@@ -160,14 +195,10 @@ def rope_differs(subject: Subject) -> Iterator[Found]:
         return
     if is_per_attention_kind(subject.settings.get("rope_parameters")):
         return
-    keys = [key for key in differences(rope, target) if key in rope or key in target]
+    keys = differences(rope, target)
     if keys:
-        show = {key: target.get(key) for key in keys}
-        yield Found(
-            subject.key("rope_theta" if "rope_theta" in keys else "rope_parameters"),
-            ", ".join(f"{key} {value}" for key, value in show.items()) + ", as the target",
-            ", ".join(f"{key} {rope.get(key)}" for key in keys),
-        )
+        where = subject.key("rope_theta" if "rope_theta" in keys else "rope_parameters")
+        yield Found(where, f"{_told(target, keys)}, as the target", _told(rope, keys))
 
 
 @rule(
@@ -194,8 +225,13 @@ def rope_inv_freq(subject: Subject) -> Iterator[Found]:
     gap = max((abs(a - b) / b for a, b in zip(stored.tolist(), expected, strict=True)), default=0.0)
     if not gap <= 1e-5:
         theta = head.rope["rope_theta"]
-        found = f"others, {gap:.2g} away (relative)" if gap == gap else "numbers that are not finite"
+        found = f"others: the largest ratio is {1 + gap:.3g}" if gap == gap else "numbers that are not finite"
         yield Found(f"the weights: {name}", f"those of rope_theta {theta}", found)
+
+
+def _told(rope: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """The settings of `rope` among `keys`."""
+    return ", ".join(f"{key} {rope[key]}" for key in keys if rope.get(key) is not None) or "none of them"
 
 
 def _has_mrope(settings: Mapping[str, Any]) -> bool:

@@ -48,9 +48,27 @@ def fc_skipped(subject: Subject) -> Iterator[Found]:
 
 
 @rule(
+    "EMBED_REPLACED_SGLANG",
+    "note",
+    "SGLang replaces the draft's embedding by the target's",
+    story="Where the widths agree SGLang puts the target's table in the draft's place, whatever the file holds. That "
+    "changes nothing for a head trained with the target's embedding frozen, and loses one that was trained.",
+    fix="none needed where the trainer froze it; `--deep --target` compares the two",
+    source="sglang 0.5.23 models/llama.py:910-918",
+    needs=("sglang", "target"),
+)
+def embed_replaced(subject: Subject) -> Iterator[Found]:
+    head = subject.head
+    if head is None or "embed_tokens.weight" not in subject.tensors or subject.is_deep:
+        return  # with `--deep` EMBED_DIFFERS compares them
+    if head.hidden_size == head.target_hidden_size:
+        yield Found(subject.place("embed_tokens.weight"), "the target's table, or none", "a table of the draft's own")
+
+
+@rule(
     "DTYPE_UNSAID_SGLANG",
     "warning",
-    "SGLang serves a draft without dtype in float16",
+    "SGLang serves this draft in another dtype than it has",
     story="With --dtype auto SGLang takes the dtype that the draft's own config names, and float16 where it names "
     "none or float32, also beside a bfloat16 target. Large states overflow there.",
     fix="write the dtype of the weights as `dtype` and `torch_dtype`, or pass --dtype",
@@ -58,12 +76,18 @@ def fc_skipped(subject: Subject) -> Iterator[Found]:
     needs=("sglang",),
 )
 def dtype_unsaid(subject: Subject) -> Iterator[Found]:
-    if subject.head is None or subject.raw.get("dtype") is not None or subject.raw.get("torch_dtype") is not None:
+    said = subject.raw.get("dtype") or subject.raw.get("torch_dtype")
+    if subject.head is None or not (said is None or isinstance(said, str)):
         return
     stored = {CONFIG_DTYPES.get(entry.dtype) for name, entry in subject.tensors.items() if name.endswith(".weight")}
     name = stored.pop() if len(stored) == 1 else None
-    repair = Repair(set={("dtype",): name, ("torch_dtype",): name}) if name else None
-    yield Found("config.json: dtype", name or "the dtype of the weights", "nothing, so float16", repair=repair)
+    if said is not None and said.removeprefix("torch.") in (name, "bfloat16") and said != "float32":
+        return
+    if said is not None and said.removeprefix("torch.") != "float32" and name is None:
+        return
+    repair = Repair(set={("dtype",): name, ("torch_dtype",): name}) if name and name != "float32" else None
+    found = "nothing, so float16" if said is None else "float32, served as float16" if said == "float32" else said
+    yield Found("config.json: dtype", name or "the dtype of the weights", found, repair=repair)
 
 
 RULES = rules_in(globals())

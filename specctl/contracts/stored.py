@@ -1,22 +1,11 @@
 """Rules on biases and on how weights are stored."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from specctl.files.subject import SCALE_ENDINGS, Subject
 from specctl.files.tensors import FLOATS
 from specctl.records.contract import Found, Repair, rule, rules_in
 from specctl.records.head import required_shapes
-from specctl.records.runtimes import Version
-
-OWN_RULES: Final = ("d2t", "t2d", "mask_hidden", "embed_tokens.weight", "lm_head.weight", "fc.weight")
-"""Tensors whose absence or shape has a rule of its own."""
-
-MULTI_LAYER: Final[Version] = (0, 11, 1)
-"""vLLM release that builds more than one draft layer."""
-
-SGLANG_LAYERS_SINCE: Final[Version] = (0, 5, 12)
-"""SGLang release that knows `layers.N.` beside `midlayer.`, and more than one of them."""
 
 
 @rule(
@@ -60,6 +49,40 @@ def bias_missing(subject: Subject) -> Iterator[Found]:
             wanted = sum(part in name for name in required_shapes(head) if name.endswith(".bias"))
             repair = Repair(set={(flag,): False}) if len(names) == wanted and not subject.is_speculators else None
             yield Found(f"config.json: {flag}", f"`{names[0]}` in the weights", "no such tensor", repair=repair)
+
+
+@rule(
+    "BIAS_KEY",
+    "error",
+    "`bias` makes layers that the file has no numbers for",
+    story="EAGLE-1 heads say `bias: true` for their fc. vLLM builds a bias for o_proj by it and SGLang one for fc; "
+    "without tensors for them they stay uninitialised.",
+    fix="remove `bias` from config.json",
+    source="vLLM 0.33.0 models/llama.py:268-271; sglang 0.5.23 models/llama_eagle3.py:163-167",
+)
+def bias_key(subject: Subject) -> Iterator[Found]:
+    has = "fc.bias" in subject.tensors or any(name.endswith("o_proj.bias") for name in subject.tensors)
+    if subject.raw.get("bias") and not has and subject.tensors:
+        yield Found(
+            "config.json: bias", "no such key", "true, and no bias in the weights", repair=Repair(unset=(("bias",),))
+        )
+
+
+@rule(
+    "BIAS_VERSION",
+    "error",
+    "this vLLM drops the biases of the draft's attention",
+    story="Before 0.16 vLLM builds the draft's q, k and v without bias whatever `attention_bias` says, and skips the "
+    "tensors without a message.",
+    fix="use vLLM 0.16 or newer",
+    source="vLLM 0.16.0 models/llama_eagle3.py:56",
+    needs=("vllm",),
+    since="vLLM before 0.16",
+)
+def bias_version(subject: Subject) -> Iterator[Found]:
+    head = subject.head
+    if head is not None and head.attention_bias and subject.version < (0, 16):
+        yield Found("config.json: attention_bias", "false with vLLM before 0.16", "true")
 
 
 @rule(

@@ -8,9 +8,11 @@ from specctl.contracts._vocabmap import is_absolute, is_unfilled, map_targets
 from specctl.files.subject import Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
 from specctl.records.runtimes import (
-    SGLANG_TARGET_FAMILIES,
+    SGLANG_TARGETS,
+    VLLM_FAMILIES_TO,
     VLLM_RELAY_SINCE,
     VLLM_RELAY_TARGETS,
+    VLLM_TARGET_FAMILIES,
     VLLM_TARGETS_WITHOUT,
 )
 
@@ -59,11 +61,11 @@ def hidden_size_differs(subject: Subject) -> Iterator[Found]:
     source="sgl-project/SpecForge configs/deepseek-v3-671b-eagle3.json, ling-flash-2.0-eagle3.json",
 )
 def eos_out_of_range(subject: Subject) -> Iterator[Found]:
-    head = subject.head
+    vocab = subject.vocab_size
     ends = subject.settings.get("eos_token_id")
     for eos in ends if isinstance(ends, list) else [ends]:
-        if head is not None and type(eos) is int and not 0 <= eos < head.vocab_size:
-            expected = f"ids from 0 to {head.vocab_size - 1} (vocab_size {head.vocab_size})"
+        if vocab is not None and type(eos) is int and not 0 <= eos < vocab:
+            expected = f"ids from 0 to {vocab - 1} (vocab_size {vocab})"
             yield Found("config.json: eos_token_id", expected, str(eos), repair=_own_eos(subject))
 
 
@@ -90,15 +92,14 @@ def eos_null(subject: Subject) -> Iterator[Found]:
     source="sgl-project/SpecForge configs",
 )
 def token_out_of_range(subject: Subject) -> Iterator[Found]:
-    head = subject.head
+    vocab = subject.vocab_size
     for key in ("bos_token_id", "pad_token_id"):
         token = subject.settings.get(key)
-        if head is not None and type(token) is int and not 0 <= token < head.vocab_size:
+        if vocab is not None and type(token) is int and not 0 <= token < vocab:
             # -1 is how some configs say "none".
             if key == "pad_token_id" and token == -1:
                 continue
-            expected = f"ids from 0 to {head.vocab_size - 1} (vocab_size {head.vocab_size})"
-            yield Found(f"config.json: {key}", expected, str(token))
+            yield Found(f"config.json: {key}", f"ids from 0 to {vocab - 1} (vocab_size {vocab})", str(token))
 
 
 @rule(
@@ -150,9 +151,14 @@ def target_class(subject: Subject) -> Iterator[Found]:
     if subject.runtime == "vllm":
         is_refused = target.architecture in VLLM_TARGETS_WITHOUT
     else:
-        is_refused = not target.architecture.startswith(SGLANG_TARGET_FAMILIES)
+        is_refused = target.architecture not in SGLANG_TARGETS
     if is_refused:
         yield Found(f"target {target.name}", f"a class that {subject.runtime} captures states of", target.architecture)
+    elif subject.runtime == "vllm" and subject.version < VLLM_FAMILIES_TO:
+        known = [name for first, names in VLLM_TARGET_FAMILIES if first <= subject.version for name in names.split()]
+        if not any(name in target.model_type for name in known):
+            expected = f"a model_type with one of {', '.join(known)} before vLLM 0.22"
+            yield Found(f"target {target.name}", expected, target.model_type, fix="use vLLM 0.22 or newer")
 
 
 @rule(

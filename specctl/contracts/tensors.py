@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Final
 
-from specctl.files.subject import Subject, shape_text
+from specctl.files.serverview import shape_text
+from specctl.files.subject import Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
 from specctl.records.head import optional_shapes, required_shapes
 from specctl.records.runtimes import Version
@@ -50,7 +51,7 @@ def shape_wrong(subject: Subject) -> Iterator[Found]:
 )
 def fc_width(subject: Subject) -> Iterator[Found]:
     head, entry = subject.head, subject.tensors.get("fc.weight")
-    if head is None or entry is None or not head.use_aux or len(entry.shape) == 0:
+    if head is None or entry is None or not head.use_aux:
         return
     expected = (head.hidden_size, head.fc_width)
     if entry.shape != expected:
@@ -74,8 +75,12 @@ def layers_count(subject: Subject) -> Iterator[Found]:
     if head is None or not found or found == tuple(range(head.num_hidden_layers)):
         return
     is_whole = found == tuple(range(len(found)))
+    # Only a number that is the target's tells that it is the config that is wrong and not the weights.
+    is_copied = subject.layout == "nemo" or (
+        subject.target is not None and head.num_hidden_layers == subject.target.num_layers
+    )
     key = ("transformer_layer_config",) if subject.is_speculators else ()
-    repair = Repair(set={(*key, "num_hidden_layers"): len(found)}) if is_whole else None
+    repair = Repair(set={(*key, "num_hidden_layers"): len(found)}) if is_whole and is_copied else None
     yield Found(
         "config.json: num_hidden_layers",
         f"{len(found)}, as in the weights" if is_whole else "layers numbered from 0 without a gap",

@@ -9,9 +9,11 @@ from typing import Final
 
 from specctl.files.subject import Subject
 from specctl.files.tensors import FLOATS, TensorEntry, float_chunks
-from specctl.records.contract import Found, rule, rules_in
+from specctl.records.contract import Found, Level, rule, rules_in
 
 ROWS: Final = 4096
+PAIR_BYTES: Final = 8 << 20
+"""Of each of two tables that are compared, at once; well below what `float_chunks` itself would cut."""
 LARGEST: Final = {"float16": 65504.0}
 SAME_SHARE: Final = 0.999
 """Cosine above which two embeddings are one table after a cast."""
@@ -69,6 +71,47 @@ def values_constant(subject: Subject) -> Iterator[Found]:
 
 
 @rule(
+    "FC_BLOCK_EMPTY",
+    "error",
+    "fc ignores one of the states it is fed",
+    story="A block of fc's columns that is all zero was never trained: the trainer fed zeros there, or an export put "
+    "the columns together wrongly. The head works without one of its layers.",
+    fix="check which layers the trainer captured; export the head again",
+    source="SafeAILab/EAGLE#239",
+    needs=("deep",),
+)
+def fc_block_empty(subject: Subject) -> Iterator[Found]:
+    head, entry = subject.head, subject.tensors.get("fc.weight")
+    if head is None or entry is None or entry.dtype not in FLOATS or entry.shape != (head.hidden_size, head.fc_width):
+        return
+    if not head.use_aux or statistics(entry).is_constant:
+        return
+    used = _used_blocks(entry, head.num_aux)
+    for block in (i for i, is_used in enumerate(used) if not is_used):
+        found = f"columns {block * head.target_hidden_size} to {(block + 1) * head.target_hidden_size - 1} all zero"
+        yield Found(subject.place("fc.weight"), f"numbers for each of {head.num_aux} states", found)
+
+
+@rule(
+    "ROWS_EQUAL",
+    "error",
+    "every row of a table is the same",
+    story="A head whose rows are equal gives every token the same logit, and an embedding of equal rows tells tokens "
+    "apart in nothing. It is what a table looks like that was broadcast from one row.",
+    fix="export the head again from the trainer's own state",
+    source="lightseekorg/TorchSpec#38",
+    needs=("deep",),
+)
+def rows_equal(subject: Subject) -> Iterator[Found]:
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        entry = subject.tensors.get(name)
+        if entry is None or entry.dtype not in FLOATS or len(entry.shape) != 2 or entry.shape[0] < 2:
+            continue
+        if not statistics(entry).is_constant and not statistics(entry).not_finite and _has_equal_rows(entry):
+            yield Found(subject.place(name), "rows of their own", f"{entry.shape[0]} times the same row")
+
+
+@rule(
     "ROWS_UNTRAINED",
     "warning",
     "rows of a table are empty",
@@ -108,7 +151,13 @@ def embed_differs(subject: Subject) -> Iterator[Found]:
     if gap == 0 or (own.dtype != theirs.dtype and cosine > SAME_SHARE):
         return
     found = f"cosine {cosine:.4f}, largest difference {gap:.3g}"
-    yield Found(subject.place("embed_tokens.weight"), "the target's table, or one that was trained", found)
+    head = subject.head
+    is_lost = subject.runtime == "sglang" and head is not None and head.hidden_size == head.target_hidden_size
+    expected = (
+        "the target's table, which SGLang puts in its place" if is_lost else "the target's table, or a trained one"
+    )
+    level: Level | None = "error" if is_lost else None
+    yield Found(subject.place("embed_tokens.weight"), expected, found, level=level)
 
 
 @rule(
@@ -182,12 +231,36 @@ def _floats(subject: Subject) -> list[tuple[str, TensorEntry]]:
 
 
 @lru_cache(maxsize=8)
+def _used_blocks(entry: TensorEntry, count: int) -> tuple[bool, ...]:
+    """Whether each of `count` blocks of columns has a number that is not zero."""
+    import numpy as np
+
+    used = np.zeros(count, bool)
+    for _, values in float_chunks(entry, ROWS):
+        used |= (values.reshape(len(values), count, -1) != 0).any(axis=(0, 2))
+    return tuple(map(bool, used))
+
+
+@lru_cache(maxsize=8)
+def _has_equal_rows(entry: TensorEntry) -> bool:
+    first = None
+    for _, values in float_chunks(entry, ROWS):
+        first = values[:1].copy() if first is None else first
+        if not bool((values == first).all()):
+            return False
+    return True
+
+
+@lru_cache(maxsize=8)
 def _likeness(one: TensorEntry, other: TensorEntry) -> tuple[float, float]:
     """Cosine of two tables as vectors, and their largest difference; one pass over both."""
     import numpy as np
 
+    # float_chunks gives fewer rows of a wider dtype; both tables have to come in the same steps.
+    widest = max(entry.nbytes // max(1, entry.shape[0]) for entry in (one, other))
+    rows = max(1, min(ROWS, PAIR_BYTES // max(1, widest)))
     dot = left = right = gap = 0.0
-    for (_, a), (_, b) in zip(float_chunks(one, 512), float_chunks(other, 512), strict=True):
+    for (_, a), (_, b) in zip(float_chunks(one, rows), float_chunks(other, rows), strict=True):
         x, y = np.nan_to_num(a.astype(np.float64)), np.nan_to_num(b.astype(np.float64))
         dot, left, right = dot + float((x * y).sum()), left + float((x * x).sum()), right + float((y * y).sum())
         gap = max(gap, float(np.abs(x - y).max(initial=0.0)))

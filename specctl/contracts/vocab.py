@@ -13,6 +13,24 @@ if TYPE_CHECKING:
 
 
 @rule(
+    "DRAFT_VOCAB_UNSAID",
+    "error",
+    "the head is reduced and config.json does not say so",
+    story="lm_head and d2t agree on a reduced vocabulary, and `draft_vocab_size` is missing, null or the whole. The "
+    "server builds a head over the whole vocabulary and stops at the shape.",
+    fix="write `draft_vocab_size`: the rows of lm_head",
+    source="vLLM 0.33.0 models/llama_eagle3.py:314-316; sglang 0.5.23 models/llama_eagle3.py:306",
+)
+def draft_vocab_unsaid(subject: Subject) -> Iterator[Found]:
+    rows = subject.unsaid_draft_vocab
+    if rows is not None and not subject.misfits:
+        said = subject.settings.get("draft_vocab_size")
+        repair = Repair(set={("draft_vocab_size",): rows})
+        found = f"{'nothing' if said is None else said}, and lm_head and d2t of {rows}"
+        yield Found("config.json: draft_vocab_size", str(rows), found, repair=repair)
+
+
+@rule(
     "LM_HEAD_ROWS",
     "error",
     "the head's rows are not the draft's vocabulary",
@@ -83,7 +101,7 @@ def embed_shared(subject: Subject) -> Iterator[Found]:
     head = subject.head
     if head is None or "embed_tokens.weight" in subject.tensors or not subject.tensors:
         return
-    if head.hidden_size == head.target_hidden_size and subject.pp == 1:
+    if head.hidden_size == head.target_hidden_size:
         yield Found("the weights", "`embed_tokens.weight`, or the target's", "none: shared with the target")
 
 
@@ -110,7 +128,8 @@ def embed_width(subject: Subject) -> Iterator[Found]:
     "error",
     "the draft's vocabulary is larger than the target's",
     story="Some models pad their vocabulary, and a draft made from the padded size has rows for tokens that do not "
-    "exist. vLLM scatters draft logits into vocab_size columns and fails on the surplus.",
+    "exist. vLLM scatters draft logits into vocab_size columns and fails on the surplus; SGLang proposes ids that the "
+    "target has no row for.",
     fix="export the head with the target's vocab_size, or a reduced one with a map",
     source="vLLM 0.33.0 models/llama_eagle3.py:379; vllm-project/vllm#55133",
 )

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     pass
 
 
+MIN_TELLING = 8
+"""Entries below which a map tells nothing by its shape."""
+
+
 @rule(
     "D2T_MISSING",
     "error",
@@ -131,6 +135,24 @@ def d2t_absolute(subject: Subject) -> Iterator[Found]:
         offsets = subject.d2t - counting(subject.d2t)
         repair = Repair(replace={subject.names["d2t"]: int64_table(offsets)})
         yield Found(subject.place("d2t"), "target id minus draft id", "the target ids themselves", repair=repair)
+
+
+@rule(
+    "D2T_SUSPECT",
+    "warning",
+    "d2t looks like target ids instead of offsets",
+    story="Offsets of a map in rising order never fall, and stand still wherever two neighbours of the vocabulary are "
+    "both drafted, which happens all the time. A table that rises at every step, or has no number twice, looks like "
+    "target ids. Nothing here proves it: without `t2d` both readings are in range.",
+    fix="compare a few entries with the trainer's vocabulary; offsets are target id minus draft id",
+    source="vLLM 0.33.0 models/llama_eagle3.py:385-395",
+)
+def d2t_suspect(subject: Subject) -> Iterator[Found]:
+    values, mask = subject.d2t, subject.t2d
+    if map_targets(subject) is None or values is None or mask is not None or is_absolute(subject):
+        return
+    if len(values) >= MIN_TELLING and len(set(values.tolist())) == len(values) and int(values.min()) >= 0:
+        yield Found(subject.place("d2t"), "offsets, most of them equal to a neighbour's", "no number twice")
 
 
 @rule(

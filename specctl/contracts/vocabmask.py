@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from specctl.contracts._vocabmap import is_absolute, is_unfilled, map_targets
-from specctl.files.subject import Subject
+from specctl.files.subject import MAX_VOCABULARY, Subject
 from specctl.files.tensors import Table
 from specctl.records.contract import Found, Repair, rule, rules_in
-
-if TYPE_CHECKING:
-    pass
 
 
 @rule(
@@ -79,7 +75,9 @@ def t2d_disagrees(subject: Subject) -> Iterator[Found]:
 
 def _mask_repair(subject: Subject) -> Repair | None:
     head, targets = subject.head, map_targets(subject)
-    if head is None or targets is None or ((targets < 0) | (targets >= head.vocab_size)).any():
+    if head is None or head.vocab_size > MAX_VOCABULARY or targets is None:
+        return None
+    if ((targets < 0) | (targets >= head.vocab_size)).any():
         return None
     import numpy as np
 

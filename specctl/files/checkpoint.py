@@ -1,13 +1,16 @@
 """A checkpoint folder: its config, its tensors, and what is wrong with the files. Knows no layout, no runtime.
 
 What a user can mend in the files is collected as problems, all at once; only a path that is no checkpoint
-at all is an error. Source: transformers `modeling_utils.py`, vLLM `default_loader.py` (which files count).
+at all is an error. More than 300 lines, because which files count and which a server would take instead are
+one decision. Source: transformers `modeling_utils.py`; vLLM 0.33.0 `default_loader.py:144-262`.
 """
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
@@ -18,7 +21,7 @@ from specctl.files.regular import kind_of, shown
 from specctl.files.safetensors import read_header
 from specctl.files.shardindex import ShardIndex, read_index
 from specctl.files.tensors import TensorEntry
-from specctl.files.torchzip import read_torch
+from specctl.files.torchzip import read_torch, wrapping_key
 
 Container: TypeAlias = Literal["safetensors", "sharded", "bin", "sharded-bin", "none"]
 
@@ -26,12 +29,21 @@ CONFIG: Final = "config.json"
 MAX_LIKE_PROBLEMS: Final = 20
 """Problems of one rule that are listed; a broken index has one per tensor, a hostile one millions."""
 
+HARMLESS: Final = ("WEIGHTS_STRAY", "WEIGHTS_WRAPPED", "WEIGHTS_CONSOLIDATED", "INDEX_SUBFOLDER", "CONFIG_KEY_TWICE")
+"""Problems that leave no doubt about what is meant; with any other one nothing may be made of the files."""
+
 _PRECEDENCE: Final[tuple[tuple[str, str, Container, Container], ...]] = (
     (".safetensors", "model.safetensors", "safetensors", "sharded"),
     (".bin", "pytorch_model.bin", "bin", "sharded-bin"),
 )
 _PICKLES: Final = (".bin", ".pt", ".pth")
-_NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin", "scheduler.bin", "scaler.bin")
+_NO_WEIGHTS: Final = ("training_args.bin", "optimizer.bin")
+"""What vLLM leaves out of the *.bin files of a folder; it loads every other one (its list has *.pt files too)."""
+_ADAPTER: Final = "adapter_"
+_CONSOLIDATED: Final = "consolidated"
+_MAX_DEPTH: Final = 4
+_MAX_ENTRIES: Final = 5000
+"""How far below the folder `consolidated*.safetensors` is looked for."""
 _RESUME: Final = "training_state.pt"
 
 
@@ -68,17 +80,18 @@ class _Weights:
     index: str = ""
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
     """The checkpoint in a folder, or of one weights file with the config.json beside it.
 
-    Reads headers, not weights. Raises InputError when the path does not exist, is neither a folder nor a
+    Reads headers, not weights. Where an index says which file holds what, only the files of `wanted` tensors
+    are opened; all of them by default. Raises InputError when the path does not exist, is neither a folder nor a
     weights file, cannot be listed, or holds neither config.json nor weights.
     """
     folder = _folder(path)
     names = _names(folder)
     problems: list[Problem] = []
     config, has_config = _config(folder, names, problems)
-    weights = _read_weights(folder, names, problems) if folder == path else _named(path, problems)
+    weights = _read_weights(folder, names, problems, wanted) if folder == path else _named(path, problems)
     if weights.container == "none":
         if CONFIG not in names:
             _refuse_other_folder(folder, names)
@@ -139,32 +152,89 @@ def _closed(name: str, closed: ClosedFile, rule: str) -> Problem:
     return Problem(rule, shown(name), "a plain file", closed.found)
 
 
-def _read_weights(folder: Path, names: list[str], problems: list[Problem]) -> _Weights:
+def _read_weights(
+    folder: Path, names: list[str], problems: list[Problem], wanted: Callable[[str], bool] | None
+) -> _Weights:
     for suffix, single, container, sharded in _PRECEDENCE:
-        found = [name for name in names if name.endswith(suffix) and _is_weights(name)]
+        found = [name for name in names if _is_loaded(name, suffix)]
         index = f"{single}.index.json"
         if index in names:
-            weights = _sharded(folder, index, sharded, problems)
-            used = {os.path.normpath(file.relative_to(folder)) for file in weights.files}
-            problems += _strays(found, used, index, suffix)
-            return weights
-        if single in found:
-            problems += _strays(found, {single}, single, suffix)
-            return _plain(folder, [single], container, problems)
-        if found:
-            return _plain(folder, found, container, problems)
+            weights = _sharded(folder, index, sharded, problems, wanted)
+        elif chosen := [single] if single in found and suffix == ".safetensors" else _chosen(found):
+            weights = _plain(folder, chosen, container, problems)
+        else:
+            continue
+        used = {os.path.normpath(file.relative_to(folder)) for file in weights.files}
+        others = [name for name in found if name not in used]
+        if suffix == ".safetensors":
+            problems += _strays(others, weights.index or min(used))
+        elif wanted is None:
+            weights = _with_other_pickles(folder, others, weights, problems)
+        problems += _consolidated(folder, names, used)
+        return weights
     return _Weights("none")
 
 
-def _is_weights(name: str) -> bool:
-    return not name.startswith((".", "adapter_")) and name not in _NO_WEIGHTS
+def _is_loaded(name: str, suffix: str) -> bool:
+    """Whether vLLM would load a file of the folder's root, if it takes this suffix at all."""
+    return name.endswith(suffix) and not name.startswith(".") and name not in _NO_WEIGHTS
 
 
-def _strays(found: list[str], used: set[str], winner: str, suffix: str) -> Iterator[Problem]:
+def _chosen(found: list[str]) -> list[str]:
+    """The weights among files without an index: an adapter is none, and what Mistral's format holds comes last."""
+    heads = [name for name in found if not name.startswith(_ADAPTER)]
+    return [name for name in heads if not _is_consolidated(name)] or heads
+
+
+def _strays(others: list[str], winner: str) -> Iterator[Problem]:
     """Only among safetensors: two kinds of container side by side are common and harmless."""
-    for name in found if suffix == ".safetensors" else ():
-        if name not in used:
+    for name in others:
+        if not _is_consolidated(name):
             yield Problem("WEIGHTS_STRAY", shown(name), f"only what `{winner}` stands for", "a file that is not read")
+
+
+def _with_other_pickles(folder: Path, others: list[str], weights: _Weights, problems: list[Problem]) -> _Weights:
+    """The weights with those of every other *.bin of the folder: vLLM loads them all, index or not."""
+    tensors = dict(weights.tensors or {})
+    for name in others:
+        for tensor, entry in (_file_tensors(folder, name, problems) or {}).items():
+            _add(tensors, tensor, entry, problems)
+    return replace(weights, files=(*weights.files, *(folder / name for name in others)), tensors=tensors)
+
+
+def _is_consolidated(name: str) -> bool:
+    return name.startswith(_CONSOLIDATED) and name.endswith(".safetensors")
+
+
+def _consolidated(folder: Path, names: list[str], used: set[str]) -> Iterator[Problem]:
+    """A file that switches vLLM to Mistral's format, in which it takes the root's `consolidated*.safetensors` only."""
+    root = [name for name in names if _is_consolidated(name)]
+    expected = "no file of this name, here or below"
+    if root and set(root) != used:
+        found = f"a file that vLLM loads in place of `{shown(min(used))}`" if used else "a file that vLLM loads alone"
+        yield Problem("WEIGHTS_CONSOLIDATED", shown(root[0]), expected, found)
+    elif not root and (below := _first_consolidated(folder)) is not None:
+        found = "a file that makes vLLM look for weights of this name beside config.json, and for no others"
+        yield Problem("WEIGHTS_CONSOLIDATED", shown(below), expected, found)
+
+
+def _first_consolidated(folder: Path) -> str | None:
+    """The first such file below the folder by level and name. Follows no link, and gives up in a large tree."""
+    level, seen = deque([(Path(), 0)]), 0
+    while level and seen < _MAX_ENTRIES:
+        below, depth = level.popleft()
+        try:
+            with os.scandir(folder / below) as entries:
+                inner = sorted(islice(entries, _MAX_ENTRIES - seen), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        seen += len(inner)
+        for entry in inner:
+            if entry.is_dir(follow_symlinks=False):
+                level += [(below / entry.name, depth + 1)] if depth < _MAX_DEPTH else []
+            elif _is_consolidated(entry.name):
+                return str(below / entry.name)
+    return None
 
 
 def _plain(folder: Path, names: Iterable[str], container: Container, problems: list[Problem]) -> _Weights:
@@ -198,6 +268,8 @@ def _file_tensors(
     is_safetensors = name.endswith(".safetensors")
     try:
         path = folder / name if is_named else inside(folder, name)
+        if not is_safetensors and (key := wrapping_key(path)) is not None:
+            problems.append(Problem("WEIGHTS_WRAPPED", shown(name), "tensors by name", f"a dict under `{key}`"))
         return read_header(path)[0] if is_safetensors else read_torch(path)
     except ClosedFile as closed:
         problems.append(_closed(name, closed, "WEIGHTS_BROKEN"))
@@ -209,7 +281,13 @@ def _file_tensors(
     return None
 
 
-def _sharded(folder: Path, name: str, container: Container, problems: list[Problem]) -> _Weights:
+def _sharded(
+    folder: Path,
+    name: str,
+    container: Container,
+    problems: list[Problem],
+    wanted: Callable[[str], bool] | None,
+) -> _Weights:
     try:
         index = read_index(inside(folder, name))
     except ClosedFile as closed:
@@ -229,8 +307,12 @@ def _sharded(folder: Path, name: str, container: Container, problems: list[Probl
         if not os.path.lexists(folder / shard):
             problems.append(Problem("INDEX_SHARD_MISSING", shown(shard), f"the file, which `{name}` names", "nothing"))
             continue
+        if "/" in shard:
+            found = f"a file in the folder `{shown(str(Path(shard).parent))}`, where vLLM does not look"
+            problems.append(Problem("INDEX_SUBFOLDER", shown(shard), "a file beside config.json", found))
         files.append(folder / shard)
-        held = _file_tensors(folder, shard, problems)
+        is_wanted = wanted is None or any(map(wanted, index.promised(shard)))
+        held = _file_tensors(folder, shard, problems) if is_wanted else None
         if held is not None:
             _add_shard(tensors, index, shard, held, problems)
     return _Weights(container, tuple(files), tensors, name)

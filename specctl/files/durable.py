@@ -1,6 +1,7 @@
 """Writes that survive a power cut and leave nothing half done. Knows paths, not what is written."""
 
 import errno
+import glob
 import os
 import shutil
 import uuid
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from specctl.errors import MachineError, SpecctlError, UsageError
-from specctl.files.regular import shown
+from specctl.files.regular import open_regular, shown, size_of, unreadable
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -30,6 +31,24 @@ def sync_folder(path: Path) -> None:
     sync_file(path)
 
 
+def copy_plain(source: Path, to: Path, *, limit: int) -> bool:
+    """Copy a foreign file of at most `limit` bytes and sync the copy; False, and no copy, when it is larger.
+
+    Raises InputError when it is no plain file or cannot be read, OSError when the copy cannot be written.
+    """
+    with open_regular(source) as file:
+        try:
+            # One byte more, because the file may have grown since its size was asked.
+            data = file.read(limit + 1) if size_of(file) <= limit else None
+        except OSError as error:
+            raise unreadable(source, error) from None
+    if data is None or len(data) > limit:
+        return False
+    to.write_bytes(data)
+    sync_file(to)
+    return True
+
+
 @contextmanager
 def new_folder(out: Path, what: str) -> Iterator[Path]:
     """A hidden folder beside `out`, which becomes `out` at the end, or vanishes when anything fails.
@@ -38,11 +57,12 @@ def new_folder(out: Path, what: str) -> Iterator[Path]:
     it cannot be written or the disk is full.
     """
     place = Path(os.path.realpath(out))
-    _refuse_taken(place, out, what)
+    refuse_taken(out, what)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        _clear_dead(place)
         # Part of the name, so that a user sees what a killed run left; all of it may be too long for a file.
-        temporary = place.with_name(f".{place.name[:40]}.{uuid.uuid4().hex[:12]}.tmp")
+        temporary = place.with_name(f".{place.name[:40]}.{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
         temporary.mkdir()
     except OSError as error:
         raise _cannot_write(out, error) from error
@@ -59,7 +79,17 @@ def new_folder(out: Path, what: str) -> Iterator[Path]:
         raise
 
 
-def _refuse_taken(place: Path, out: Path, what: str) -> None:
+def _clear_dead(place: Path) -> None:
+    """Remove what killed runs left beside `place`; folders of processes that live stay."""
+    for left in place.parent.glob(f".{glob.escape(place.name[:40])}.*-*.tmp"):
+        process = left.name.removesuffix(".tmp").rsplit(".", 1)[1].split("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists() and Path("/proc").is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def refuse_taken(out: Path, what: str) -> None:
+    """Raises UsageError when `out` is there and no empty folder."""
+    place = Path(os.path.realpath(out))
     try:
         is_taken = os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir()))
     except OSError as error:
@@ -82,7 +112,7 @@ def _taken(out: Path, what: str) -> UsageError:
     return UsageError(
         f"expected a new or empty folder for {what} and found something there",
         where=shown(str(out)),
-        hint="choose another `--out`, or remove what is there",
+        hint="choose another folder, or remove what is there",
     )
 
 

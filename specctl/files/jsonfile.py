@@ -29,8 +29,8 @@ class _Doubled(dict[str, Any]):
 def read_json(path: Path, limit_bytes: int = 16 << 20) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The object in a file, and the dotted names of keys that stand twice in one object (the last counts).
 
-    A byte order mark is skipped, NaN and Infinity are read as such. Raises InputError when the file is
-    missing, too large, no UTF-8, no JSON, or no object.
+    NaN and Infinity are read as such. Raises InputError when the file is missing, too large, no UTF-8,
+    begins with a byte order mark (Python's and transformers' readers refuse one), no JSON, or no object.
     """
     text = _text(path, limit_bytes)
     try:
@@ -59,11 +59,14 @@ def _text(path: Path, limit_bytes: int) -> str:
     if size > limit_bytes:
         raise InputError(f"the file has {size} bytes; at most {limit_bytes} are read", where=shown(str(path)))
     try:
-        return raw.decode("utf-8-sig")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"expected UTF-8 text: byte {error.start} is {raw[error.start]:#04x}", where=shown(str(path))
         ) from None
+    if text.startswith("\ufeff"):
+        raise InputError("the file begins with a byte order mark, which JSON readers refuse", where=shown(str(path)))
+    return text
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

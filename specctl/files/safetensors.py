@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
@@ -140,11 +140,18 @@ def _require_contiguous(entries: list[TensorEntry], start: int, size: int, path:
         _refuse(f"the header describes {position} bytes and the file has {size}", path)
 
 
-def write(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str] | None) -> None:
+def write(
+    path: Path,
+    tensors: Mapping[str, Source],
+    metadata: Mapping[str, str] | None,
+    *,
+    advance: Callable[[int], None] | None = None,
+) -> None:
     """Write a file that equals the safetensors library's own, byte for byte, and sync it. Metadata is sorted.
 
-    Memory stays at a few pieces whatever the size. Raises InputError when a source cannot be read, would be
-    overwritten or has a name the format keeps; OSError when the disk refuses.
+    `advance` is told the bytes of each piece of a tensor that was written. Memory stays at a few pieces
+    whatever the size. Raises InputError when a source cannot be read, would be overwritten or has a name the
+    format keeps; OSError when the disk refuses.
     """
     if "__metadata__" in tensors:
         _refuse("a tensor cannot be named `__metadata__`; the format keeps this name", path)
@@ -156,6 +163,8 @@ def write(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str]
         for name in order:
             for piece in chunks(tensors[name]):
                 file.write(piece)
+                if advance is not None:
+                    advance(len(piece))
         file.flush()
         os.fsync(file.fileno())
 

@@ -6,16 +6,18 @@ prefixes, sizes that cannot be used leave `head` empty and the rules on shapes s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from specctl.files.checkpoint import Checkpoint
-from specctl.files.tensors import TensorEntry, read_array
+from specctl.files.serverview import are_ids, canonical, plain_settings, sglang_boundaries, unfolded_settings
+from specctl.files.tensors import ITEM_BYTES, TensorEntry, read_array
 from specctl.records.contract import KeyPath
 from specctl.records.head import Block, HeadConfig
-from specctl.records.headkeys import lenient_head, misfits, missing_sizes
+from specctl.records.headkeys import SIZES, lenient_head, misfits, missing_sizes
 from specctl.records.layers import aux_boundaries, is_deep_enough
 from specctl.records.rope import rope_of
 from specctl.records.runtimes import Runtime, Version
@@ -24,7 +26,6 @@ from specctl.records.target import TargetFacts
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PREFIXES: Final = ("model.", "draft_model.", "eagle_module.", "module.")
 SCALE_ENDINGS: Final = ("_scale", "_scale_inv", ".scales", ".qweight", ".qzeros", "_packed", "_zero_point", "_absmax")
 """How names of quantized weights and their scales end."""
 
@@ -35,6 +36,37 @@ V2_SINCE: Final[Version] = (0, 25)
 """vLLM release whose V2 runner serves EAGLE-3 for plain targets; parallel drafting stays with V1."""
 
 MAX_TABLE_BYTES: Final = 64 << 20
+SGLANG_NORMS: Final[Mapping[str, str]] = {
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+}
+
+OWN_IDS_KEY: Final = "aux_hidden_states_layer_ids"
+"""AngelSlim's own spelling of the layer ids."""
+
+SHAPING: Final = (
+    *SIZES,
+    "num_key_value_heads",
+    "head_dim",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "num_aux_layers",
+    "eagle_aux_hidden_state_layer_ids",
+    "eagle_config",
+    "transformer_layer_config",
+    "use_aux_hidden_state",
+    "attention_bias",
+    "mlp_bias",
+    "fc_norm",
+    "norm_before_fc",
+    "architectures",
+)
+"""Keys without which the shapes of a head are not known."""
+
+MAX_VOCABULARY: Final = 1 << 24
+
 MASK_TOKEN_KEYS: Final = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -64,22 +96,29 @@ class Subject:
     @cached_property
     def is_speculators(self) -> bool:
         """config.json is of the speculators kind and read so: `model_type` at the top would hide it."""
-        return "speculators_config" in self.raw and self.raw.get("model_type") in (None, "speculators")
+        return self.raw.get("speculators_config") is not None and self.raw.get("model_type") in (None, "speculators")
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
         """config.json flat, with the runtime's defaults where the kind of file decides them."""
-        return _unfolded(self.raw) if self.is_speculators else _plain(self.raw)
+        return unfolded_settings(self.raw) if self.is_speculators else plain_settings(self.raw, self.runtime)
 
     @cached_property
     def names(self) -> Mapping[str, str]:
         """Canonical name to the name in the file."""
-        return {canonical(name): name for name in self.checkpoint.tensors}
+        return {self.place_of(name): name for name in self.checkpoint.tensors}
+
+    def place_of(self, name: str) -> str:
+        """The canonical name of a tensor; SGLang has three old names for the norms before fc."""
+        plain = canonical(name)
+        stem, _, ending = plain.partition(".")
+        old = SGLANG_NORMS.get(stem) if self.runtime == "sglang" else None
+        return plain if old is None else f"{old}.{ending}"
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """By canonical name; buffers that every runtime drops are left out."""
-        found = {canonical(name): entry for name, entry in self.checkpoint.tensors.items()}
+        found = {self.place_of(name): entry for name, entry in self.checkpoint.tensors.items()}
         return {name: entry for name, entry in found.items() if not name.endswith(BUFFERS)}
 
     @property
@@ -99,7 +138,7 @@ class Subject:
         return (
             self.raw.get("parallel_drafting") is True
             or "mask_hidden" in self.tensors
-            or self.raw.get("speculators_model_type") == "peagle"
+            or (self.is_speculators and self.raw.get("speculators_model_type") == "peagle")
             or "peagle" in " ".join(self.classes).lower()
         )
 
@@ -126,16 +165,43 @@ class Subject:
     @cached_property
     def head(self) -> HeadConfig | None:
         """The head that the runtime would build; None where config.json does not say its sizes."""
-        if self.misfits or missing_sizes(self.settings):
+        unfit = {path[-1] for path, _ in self.misfits}
+        fitting = {key: value for key, value in self.settings.items() if key not in unfit}
+        if unfit & set(SHAPING) or missing_sizes(fitting):
             return None
-        settings = {**self.settings, "parallel_drafting": self.is_parallel}
+        settings = {**fitting, "parallel_drafting": self.is_parallel}
+        if self.unsaid_draft_vocab is not None:
+            settings["draft_vocab_size"] = self.unsaid_draft_vocab
         rope = rope_of(settings) or {}
         return lenient_head(settings, block=self.block, rope=rope, extra={})
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The target's vocabulary as config.json says it, also where other sizes are missing."""
+        size = self.settings.get("vocab_size")
+        return size if type(size) is int and 0 < size < MAX_VOCABULARY else None
+
+    @cached_property
+    def unsaid_draft_vocab(self) -> int | None:
+        """The reduced vocabulary that head and map agree on and config.json does not say."""
+        said, vocab = self.settings.get("draft_vocab_size"), self.settings.get("vocab_size")
+        head, table = self.tensors.get("lm_head.weight"), self.tensors.get("d2t")
+        if head is None or table is None or len(head.shape) != 2 or said not in (None, vocab):
+            return None
+        rows = head.shape[0]
+        is_reduced = type(vocab) is int and 0 < rows < vocab
+        return rows if is_reduced and table.shape == (rows,) else None
 
     @cached_property
     def effective_aux(self) -> tuple[int, ...] | None:
         """The boundary ids whose states the runtime hands to fc; None where that takes the target's depth."""
         return _effective_aux(self)
+
+    @cached_property
+    def own_ids_key(self) -> str | None:
+        """A key with layer ids that no server reads, where there is one."""
+        ids = self.raw.get(OWN_IDS_KEY)
+        return OWN_IDS_KEY if are_ids(ids) else None
 
     @cached_property
     def default_aux(self) -> tuple[int, ...] | None:
@@ -156,17 +222,19 @@ class Subject:
 
     @cached_property
     def d2t(self) -> NDArray[Any] | None:
-        """The offsets as int64 [D]; None where there is no usable table."""
+        """The offsets as int64 [D]; None where there is no usable table, or one too large to be a map."""
         entry = self.tensors.get("d2t")
         is_usable = entry is not None and entry.dtype in ("I64", "I32") and len(entry.shape) == 1
-        return self._table(entry).astype("int64") if entry is not None and is_usable else None
+        table = self._table(entry) if is_usable else None
+        return table.astype("int64") if table is not None else None
 
     @cached_property
     def t2d(self) -> NDArray[Any] | None:
-        """The mask as bool [V]; None where there is no usable table."""
+        """The mask as bool [V]; None where there is no usable table, or one too large to be a map."""
         entry = self.tensors.get("t2d")
         is_usable = entry is not None and entry.dtype in ("BOOL", "U8", "I8", "I32", "I64") and len(entry.shape) == 1
-        return self._table(entry) != 0 if entry is not None and is_usable else None
+        table = self._table(entry) if is_usable else None
+        return table != 0 if table is not None else None
 
     def table(self, name: str) -> NDArray[Any] | None:
         """A small tensor's values by canonical name; None where it is missing or large."""
@@ -174,8 +242,7 @@ class Subject:
 
     def values(self, name: str) -> NDArray[Any] | None:
         """A small tensor's values by its name in the file; None where it is missing or large."""
-        entry = self.checkpoint.tensors.get(name)
-        return None if entry is None or entry.nbytes > MAX_TABLE_BYTES else self._table(entry)
+        return self._table(self.checkpoint.tensors.get(name))
 
     @cached_property
     def scales(self) -> tuple[str, ...]:
@@ -198,34 +265,11 @@ class Subject:
             return files[0].name if len(files) == 1 else "the weights"
         return f"{entry.path.name}: {self.names.get(name, name)}"
 
-    def _table(self, entry: TensorEntry) -> NDArray[Any]:
+    def _table(self, entry: TensorEntry | None) -> NDArray[Any] | None:
+        # Without the zeros: a shape such as [0, 2**62, 2**62] has no bytes, and numpy cannot hold it.
+        if entry is None or math.prod(size or 1 for size in entry.shape) * ITEM_BYTES[entry.dtype] > MAX_TABLE_BYTES:
+            return None
         return read_array(entry, MAX_TABLE_BYTES)
-
-
-def canonical(name: str) -> str:
-    """A tensor's name without the prefixes that trainers leave and with `layers.0.` for `midlayer.`."""
-    while any(name.startswith(prefix) for prefix in PREFIXES):
-        name = name.split(".", 1)[1]
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
-def _plain(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    eagle = raw.get("eagle_config")
-    nested = eagle.get("norm_before_fc") if isinstance(eagle, Mapping) else None
-    # vLLM lets the nested flag win over the top-level one.
-    return raw if nested is None else {**raw, "norm_before_fc": nested}
-
-
-def _unfolded(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As vLLM's `update_eagle3` and `update_peagle` do (transformers_utils/configs/speculators/algos.py)."""
-    layer = raw.get("transformer_layer_config")
-    flat: dict[str, Any] = dict(layer) if isinstance(layer, Mapping) else {}
-    is_peagle = raw.get("speculators_model_type") == "peagle"
-    keys = ["draft_vocab_size", "target_hidden_size", "norm_before_fc", "eagle_aux_hidden_state_layer_ids"]
-    keys += ["mask_token_id"] if is_peagle else ["fc_norm", "norm_output"]
-    flat |= {key: raw[key] for key in keys if raw.get(key) is not None}
-    flat["norm_before_residual"] = raw.get("norm_before_residual", not is_peagle)
-    return flat
 
 
 def _effective_aux(subject: Subject) -> tuple[int, ...] | None:
@@ -235,8 +279,8 @@ def _effective_aux(subject: Subject) -> tuple[int, ...] | None:
     inner: Any = nested.get("eagle_aux_hidden_state_layer_ids")
     ids: Any
     if subject.runtime == "sglang":
-        ids = [i + 1 for i in inner] if _are_ids(inner) else None
-    elif _are_ids(top):
+        ids = sglang_boundaries(inner, subject.target) if are_ids(inner) else None
+    elif are_ids(top):
         ids = top
     else:
         # Runner V1 takes the nested list as it stands, from 0.22 on; V2 reads `layer_ids`, from 0.27 on.
@@ -244,24 +288,4 @@ def _effective_aux(subject: Subject) -> tuple[int, ...] | None:
         from_v1 = inner if subject.version >= (0, 22) else None
         from_v2 = nested.get("layer_ids") if subject.version >= (0, 27) else None
         ids = from_v2 if has_v2 else from_v1
-    return tuple(sorted(set(ids))) if _are_ids(ids) else subject.default_aux
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """`[4, 16]`."""
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def brief(value: Any) -> str:
-    """A value of config.json as it can stand in a sentence."""
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def release(version: Version) -> str:
-    """`0.22`."""
-    return ".".join(map(str, version))
+    return tuple(sorted(set(ids))) if are_ids(ids) else subject.default_aux

@@ -24,6 +24,9 @@ _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "vocab_size": ("vocab_size",),
 }
+DRAFT_MARKS: Final = ("hidden_norm.weight", "d2t", "mask_hidden")
+"""Names that only drafts have."""
+
 _PICTURES: Final = ("vision_config", "audio_config", "vision_tower", "visual")
 
 
@@ -37,18 +40,22 @@ class TargetFiles:
 
 
 def read_target(path: Path, name: str | None = None) -> TargetFiles:
-    """The target in a folder, from its configs and the headers of its weights.
+    """The target in a folder, from its configs and the headers of the shards that hold its two tables.
 
     `name` is what to call it in a checkpoint; a folder of the hub's cache is called by its hub id. A tied
     target's head is its embedding. Raises TargetError.
     """
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, lambda name: name.endswith((*EMBEDDINGS, *HEADS, *DRAFT_MARKS)))
     except InputError as error:
         raise TargetError(
             f"the target cannot be read: {error.message}", where=error.where, hint="give the target's model folder"
         ) from error
     _require_config(checkpoint)
+    if any(name.endswith(DRAFT_MARKS) for name in checkpoint.tensors):
+        raise TargetError(
+            "the target is a draft itself", where=shown(str(checkpoint.folder)), hint="give the large model's folder"
+        )
     prefix, text = text_settings(checkpoint.config)
     facts = _facts(checkpoint, text, name or _hub_id(path) or str(path), is_nested=bool(prefix))
     shape = (facts.vocab_size, facts.hidden_size)
@@ -78,6 +85,7 @@ def _facts(checkpoint: Checkpoint, text: Mapping[str, Any], name: str, *, is_nes
         hidden_size=_size(checkpoint, text, "hidden_size"),
         vocab_size=_size(checkpoint, text, "vocab_size"),
         max_position_embeddings=longest if type(longest) is int and longest > 0 else None,
+        rms_norm_eps=text["rms_norm_eps"] if type(text.get("rms_norm_eps")) is float else None,
         rope=_rope(text),
         eos_token_ids=tuple(
             sorted({*_ids(text.get("eos_token_id")), *_ids(raw.get("eos_token_id")), *_spoken(checkpoint)})

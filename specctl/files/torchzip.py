@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias
 
-from specctl.errors import InputError
+from specctl.errors import InputError, NotSupportedError
 from specctl.files.pickled import evaluate
 from specctl.files.regular import open_regular, shown, size_of, unreadable
 from specctl.files.tensors import ITEM_BYTES, TensorEntry
@@ -71,7 +71,8 @@ def read_torch(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a state dict by name; one level down in `state_dict` or `model` when none lies on top.
 
     Values that are no tensors are skipped. Raises UnsafeFile when the pickle names code, InputError when
-    the file is no zip of torch, damaged, of the other byte order, or holds a tensor that is not contiguous.
+    the file is no zip of torch, damaged, or of the other byte order, NotSupportedError for the format before
+    torch 1.6 and for a tensor that is not contiguous: both are whole, and not read here.
     """
     with open_regular(path) as file:
         archive, values = _load(path, file)
@@ -80,6 +81,15 @@ def read_torch(path: Path) -> dict[str, TensorEntry]:
         if not found and inner is not None:
             found = _tensors(inner)
         return {name: _entry(name, tensor, archive) for name, tensor in found.items()}
+
+
+def wrapping_key(path: Path) -> str | None:
+    """The key under which the state dict lies one level down; None where the tensors lie on top."""
+    with open_regular(path) as file:
+        _, values = _load(path, file)
+        if _tensors(values):
+            return None
+        return next((key for key in ("state_dict", "model") if isinstance(values.get(key), dict)), None)
 
 
 def read_torch_values(path: Path) -> dict[str, TorchValue]:
@@ -151,8 +161,12 @@ def _refuse_other(head: bytes, path: Path) -> None:
     if head.startswith(b"version https://git-lfs"):
         raise _broken("the file is a Git LFS pointer and not the weights", path, "fetch them with `git lfs pull`")
     if head.startswith(b"\x80"):
-        raise _broken("the file is a bare pickle, as torch wrote before 1.6; only its zip files are read", path, _AGAIN)
-    raise _broken("expected a zip of `torch.save` and found something else", path)
+        raise NotSupportedError(
+            "the file is a bare pickle, as torch wrote before 1.6; specctl reads its zip files only",
+            where=shown(str(path)),
+            hint=_AGAIN,
+        )
+    raise _broken("the file is no zip of `torch.save`" if head else "the file is empty", path)
 
 
 def _tensors(values: Mapping[Any, Any]) -> dict[str, Stored]:
@@ -165,10 +179,11 @@ def _entry(name: str, tensor: Stored, archive: _Archive) -> TensorEntry:
         raise _broken(f"`{shown(name)}` has a dtype that safetensors does not know", archive.path)
     nbytes = math.prod(tensor.shape) * item
     if nbytes and not _is_contiguous(tensor):
-        raise _broken(
-            f"`{shown(name)}` is not contiguous: shape {list(tensor.shape)}, strides {list(tensor.strides)}",
-            archive.path,
-            "save `tensor.contiguous()` instead",
+        raise NotSupportedError(
+            f"`{shown(name)}` is stored as a view that is not contiguous (shape {list(tensor.shape)}, strides "
+            f"{list(tensor.strides)}), which specctl does not read",
+            where=shown(str(archive.path)),
+            hint="save `tensor.contiguous()` instead",
         )
     begin, size = _span(archive, tensor.storage.key)
     first = tensor.offset * item

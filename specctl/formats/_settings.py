@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from specctl.errors import InputError, NotSupportedError, UsageError
-from specctl.files.checkpoint import Checkpoint
+from specctl.files.checkpoint import HARMLESS, Checkpoint
 from specctl.files.head import Asked
 from specctl.files.regular import shown
 from specctl.records.headkeys import KINDS, misfits
@@ -17,7 +17,10 @@ MARKER: Final = "specctl"
 MASK_TOKENS: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 FLAGS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
-READ: Final = frozenset(KINDS) | {
+CARRIED: Final = ("initializer_range", "attention_dropout", "use_cache")
+"""Keys that have a type and change nothing in a head."""
+
+READ: Final = (frozenset(KINDS) - set(CARRIED)) | {
     MARKER,
     "verifier",
     "num_depths",
@@ -59,7 +62,7 @@ _NESTED: Final = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "use_aux_hidd
 def require_usable(checkpoint: Checkpoint) -> None:
     """Raises InputError for a config.json that is missing or has a key of the wrong type, or without weights."""
     for problem in checkpoint.problems:
-        if problem.rule not in ("WEIGHTS_STRAY", "CONFIG_KEY_TWICE"):
+        if problem.rule not in HARMLESS:
             raise InputError(
                 f"expected {problem.expected}; found {problem.found}",
                 where=f"{shown(str(checkpoint.folder))}: {problem.where}",
@@ -181,9 +184,17 @@ def _settle_rope(settings: dict[str, Any], where: str) -> list[str]:
         notes.append(f"rope taken from `rope_parameters.{min(kinds)}`, the kind of the draft's layers")
     new, old = new_spelling(settings), old_spelling(settings)
     differing = differences(new, old) if new and old and "rope_theta" in old else ()
-    if differing and new and old:
-        said = ", ".join(f"`{key}` {new.get(key)} and {old.get(key)}" for key in differing)
-        notes.append(f"rope is said twice and differently ({shown(said)}); `rope_parameters` counts")
+    has_scaling = isinstance(settings.get("rope_scaling"), Mapping)
+    for key in differing:
+        assert new is not None and old is not None
+        if new.get(key) is None or old.get(key) is None or not (has_scaling or key == "rope_theta"):
+            continue  # said in one spelling only, as trainers write a flat theta beside whole parameters
+        raise InputError(
+            f"`{shown(key)}` is {shown(str(new[key]))} in `rope_parameters` and {shown(str(old[key]))} in the old "
+            "spelling",
+            where=where,
+            hint="write the value the head was trained with in both",
+        )
     stray = [
         key for part in ("rope_parameters", "rope_scaling") for key in MULTIMODAL if key in (settings.get(part) or {})
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -14,15 +15,29 @@ from specctl import plugins
 from specctl.errors import InputError, NotSupportedError, UsageError
 from specctl.files.checkpoint import open_checkpoint
 from specctl.files.hub import local_folder
+from specctl.files.regular import shown
 from specctl.files.subject import Subject
 from specctl.files.target import read_target
 from specctl.recipes.serve import instead_of, serve_command
 from specctl.records.check import CheckConfig, CheckReport
-from specctl.records.contract import LEVELS, Finding, Found, Rule
+from specctl.records.contract import LEVELS, Finding, Found, Repair, Rule
 from specctl.records.progress import Reporter
 from specctl.records.runtimes import NEWEST, Runtime, Version
 
 KIND: Final = "kind"
+MAX_LIKE_FINDINGS: Final = 5
+LONGEST_PART: Final = 300
+"""Characters of one part of a finding: it quotes foreign files, which may hold a list of a million ids."""
+
+_VERSION: Final = re.compile(
+    r"v?([0-9]{1,6}(?:\.[0-9]{1,6}){0,3})"
+    r"(?:[-_.]?(?:alpha|beta|preview|pre|rc|a|b|c)[-_.]?[0-9]{0,9})?"
+    r"(?:-[0-9]{1,9}|[-_.]?(?:post|rev|r)[-_.]?[0-9]{0,9})?"
+    r"(?:[-_.]?dev[-_.]?[0-9]{0,9})?"
+    r"(?:\+[a-z0-9]{1,60}(?:[-_.][a-z0-9]{1,60}){0,9})?",
+    re.IGNORECASE,
+)
+"""PEP 440 without epochs: release, then pre, post, dev and local part."""
 
 
 def rules() -> tuple[Rule, ...]:
@@ -37,7 +52,7 @@ def explain(rule_id: str) -> Rule:
     known = {rule.id: rule for rule in rules()}
     wanted = rule_id.upper().replace("-", "_")
     if wanted not in known:
-        near = difflib.get_close_matches(wanted, known, n=3)
+        near = [name for name in known if name.startswith(wanted)][:3] or difflib.get_close_matches(wanted, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`specctl check-ckpt --rules` lists them"
         raise UsageError(f"no rule is called `{rule_id}`", hint=hint)
     return known[wanted]
@@ -81,13 +96,13 @@ def look_at(config: CheckConfig, folder: Path | None = None) -> Subject:
 
 
 def parse_version(text: str | None, runtime: Runtime) -> Version:
-    """`0.33.0`, `v0.33` or `0.5.10.post1` as numbers. Raises UsageError."""
+    """The release of `0.33.0`, `v0.33`, `0.34.0rc1` or `0.5.10.post1+cu129` as numbers. Raises UsageError."""
     if text is None:
         return NEWEST[runtime]
-    match = re.match(r"v?(\d{1,6}(?:\.\d{1,6}){0,3})(?![\d.]*\d{7})", text.strip())
+    match = _VERSION.fullmatch(text.strip())
     if match is None:
         newest = ".".join(map(str, NEWEST[runtime]))
-        raise UsageError(f"`--runtime-version {text}` is no version", hint=f"it has the form {newest}")
+        raise UsageError(f"`--runtime-version {shown(text, 60)}` is no version", hint=f"it has the form {newest}")
     return tuple(int(part) for part in match.group(1).split("."))
 
 
@@ -101,8 +116,30 @@ def broken_rules(subject: Subject, reporter: Reporter) -> list[tuple[Rule, Found
     names = (KIND, "files") if other else plugins.names("contracts")
     for rule in (rule for name in names for rule in plugins.load("contracts", name).RULES):
         if _applies(rule, subject):
-            raised.extend((rule, found) for found in _found(rule, subject))
+            raised.extend((rule, found) for found in _shortened(list(_found(rule, subject))))
     return sorted(raised, key=lambda item: LEVELS.index(item[1].level or item[0].level))
+
+
+def _shortened(found: list[Found]) -> list[Found]:
+    """The first few findings of one rule, and how many more there are."""
+    if len(found) <= MAX_LIKE_FINDINGS:
+        return found
+    rest = found[MAX_LIKE_FINDINGS:]
+    repairs = [one.repair for one in rest if one.repair is not None]
+    repair = _together(repairs) if len(repairs) == len(rest) else None
+    last = replace(found[-1], where="...", found=f"{len(rest)} more like these", repair=repair)
+    return [*found[:MAX_LIKE_FINDINGS], last]
+
+
+def _together(repairs: list[Repair]) -> Repair:
+    """All of several repairs as one; where two say something of the same key the later one stays."""
+    return Repair(
+        set={path: value for one in repairs for path, value in one.set.items()},
+        unset=tuple(path for one in repairs for path in one.unset),
+        rename={old: new for one in repairs for old, new in one.rename.items()},
+        drop=tuple(name for one in repairs for name in one.drop),
+        replace={name: source for one in repairs for name, source in one.replace.items()},
+    )
 
 
 def report_on(subject: Subject, raised: list[tuple[Rule, Found]], config: CheckConfig) -> CheckReport:
@@ -122,7 +159,7 @@ def report_on(subject: Subject, raised: list[tuple[Rule, Found]], config: CheckC
         deep=subject.is_deep,
         target=config.target,
         is_parallel=subject.is_parallel,
-        aux_ids=subject.effective_aux,
+        aux_ids=subject.effective_aux if subject.head is None or subject.head.use_aux else (),
         declared_aux_ids=subject.declared_aux,
         embedding=_embedding(subject),
         findings=findings,
@@ -161,9 +198,9 @@ def _finding(rule: Rule, found: Found) -> Finding:
         rule=rule.id,
         level=found.level or rule.level,
         says=rule.says,
-        where=found.where,
-        expected=found.expected,
-        found=found.found,
+        where=shown(found.where, LONGEST_PART),
+        expected=shown(found.expected, LONGEST_PART),
+        found=shown(found.found, LONGEST_PART),
         fix=found.fix or rule.fix,
         source=rule.source,
         is_repairable=found.repair is not None,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
 from specctl import plugins
 from specctl.errors import InputError, InterruptedRun, UsageError
-from specctl.files.checkpoint import CONFIG, Checkpoint, open_checkpoint
-from specctl.files.durable import new_folder
+from specctl.files.checkpoint import CONFIG, HARMLESS, Checkpoint, open_checkpoint
+from specctl.files.durable import new_folder, refuse_taken
 from specctl.files.head import Asked, Convention, Head, Written
 from specctl.files.hub import local_folder
 from specctl.files.safetensors import read_header, write
@@ -26,8 +27,7 @@ from specctl.records.progress import Reporter
 
 WEIGHTS: Final = "model.safetensors"
 CONVENTIONS: Final = ("boundary", "output")
-HARMLESS: Final = ("WEIGHTS_STRAY", "CONFIG_KEY_TWICE")
-"""Problems of a checkpoint's files that leave no doubt about what is meant."""
+MB: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,19 @@ def convert(config: ConvertConfig, reporter: Reporter) -> ConvertReport:
     _require_options(config)
     checkpoint = open_checkpoint(local_folder(config.source, what="draft"))
     _refuse_problems(checkpoint, reporter)
+    checkpoint = replace(checkpoint, problems=())  # what is left was said, and is none of the layouts' business
     layout = config.from_layout or recognised(checkpoint)
     asked = _asked(config)
+    refuse_taken(Path(config.out), "a checkpoint")
     head = plugins.load_format(layout).read(checkpoint, asked)
+    if config.mask_token is not None and not head.config.parallel_drafting:
+        raise UsageError("`--mask-token` has a meaning for P-EAGLE heads only, and this is an EAGLE-3 head")
     written = plugins.load_format(config.to).write(head, asked)
     report = _report(config, checkpoint, layout, head, written)
     if not config.dry_run:
         reporter.note(f"writing {len(written.tensors)} tensors to {config.out}")
         try:
-            _write(Path(config.out), written)
+            _write(Path(config.out), written, reporter)
         except KeyboardInterrupt:
             raise InterruptedRun("interrupted before the checkpoint was whole; nothing of it is left") from None
     return report
@@ -120,7 +124,7 @@ def _refuse_problems(checkpoint: Checkpoint, reporter: Reporter) -> None:
     for problem in checkpoint.problems:
         if problem.rule not in HARMLESS:
             raise InputError(
-                f"expected {problem.expected}; found {problem.found}",
+                f"expected {problem.expected}; found {problem.found.removeprefix('expected ')}",
                 where=f"{checkpoint.folder}: {problem.where}",
                 hint="`specctl check-ckpt` lists everything that is wrong with the files",
             )
@@ -176,16 +180,33 @@ def _report(config: ConvertConfig, checkpoint: Checkpoint, layout: str, head: He
     )
 
 
-def _write(out: Path, written: Written) -> None:
+def _write(out: Path, written: Written, reporter: Reporter) -> None:
     """The folder with the weights and, last, config.json; verified before it gets its name."""
     with new_folder(out, "a checkpoint") as folder:
-        write(folder / WEIGHTS, written.tensors, {"format": "pt"})
+        reporter.start("writing", sum(source.nbytes for source in written.tensors.values()) // MB, "MB")
+        try:
+            write(folder / WEIGHTS, written.tensors, {"format": "pt"}, advance=_in_megabytes(reporter.advance))
+        finally:
+            reporter.stop()
         _verify(folder / WEIGHTS, written)
         text = json.dumps(written.config, indent=2, ensure_ascii=True) + "\n"
         with (folder / CONFIG).open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _in_megabytes(advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Counts bytes and hands on whole megabytes: pieces are smaller or larger than one."""
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        before, done = done, done + size
+        if done // MB > before // MB:
+            advance(done // MB - before // MB)
+
+    return count
 
 
 def _verify(path: Path, written: Written) -> None:

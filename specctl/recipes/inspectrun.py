@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -101,7 +99,6 @@ def draw(report: RunReport, path: Path) -> None:
     """Loss over steps, and the simulated acceptance length beside it. Raises UsageError, MachineError."""
     if path.suffix not in PICTURES:
         raise UsageError(f"`--plot {path}` is neither .svg nor .png")
-    os.environ.setdefault("MPLCONFIGDIR", tempfile.gettempdir())
     try:
         import matplotlib
     except ImportError:

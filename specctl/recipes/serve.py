@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
+from specctl.errors import SpecctlError, UsageError
 from specctl.files.subject import Subject
 from specctl.records.contract import Finding
+from specctl.records.progress import SilentReporter
 
 DEFAULT_DRAFT_TOKENS: Final = 3
 CONVERTIBLE: Final = ("NAME_PREFIX", "ARCH_UNKNOWN", "LAYERS_COUNT", "D2T_UNNEEDED", "SPECULATORS_SGLANG")
@@ -30,6 +33,8 @@ def draft_tokens(subject: Subject) -> int:
 def serve_command(subject: Subject, draft: str, target: str | None) -> str:
     """One shell command that serves the target with this draft."""
     tokens = draft_tokens(subject)
+    if Path(draft).is_file():
+        draft = str(Path(draft).parent)
     model = shlex.quote(target) if target is not None else "TARGET"
     if subject.runtime == "vllm":
         settings: dict[str, Any] = {"method": "eagle3", "model": draft, "num_speculative_tokens": tokens}
@@ -51,12 +56,28 @@ def instead_of(subject: Subject, findings: Sequence[Finding], draft: str) -> tup
     if any(finding.rule == "PARALLEL_SGLANG" for finding in errors):
         steps.append(f"serve it with vLLM: specctl check-ckpt {shlex.quote(draft)} --runtime vllm")
     if any(finding.rule in CONVERTIBLE for finding in errors) and subject.layout != subject.runtime:
-        steps.append(f"convert it: specctl convert {shlex.quote(draft)} OUT --to {subject.runtime}")
+        command = f"specctl convert {shlex.quote(draft)} OUT --to {subject.runtime}"
+        steps.append(f"convert it: {command}{_will_ask(subject, draft)}")
     if errors and all(finding.is_repairable for finding in errors):
         steps.append(f"repair a copy: specctl check-ckpt {shlex.quote(draft)} --fix OUT")
     elif any(finding.is_repairable for finding in errors):
         steps.append("`--fix OUT` repairs some of these in a copy; the others need you")
     return tuple(steps) or ("mend what the errors above name, then check again",)
+
+
+def _will_ask(subject: Subject, draft: str) -> str:
+    """What converting will want to know, so that the command does not fail as printed."""
+    from specctl.recipes.convert import ConvertConfig, convert
+
+    target = subject.target.folder if subject.target is not None else None
+    config = ConvertConfig(draft, f"{draft}.converted", subject.runtime, target=target, dry_run=True)
+    try:
+        convert(config, SilentReporter())
+    except UsageError as error:
+        return f" (it needs to know more: {error.hint or error.message})"
+    except SpecctlError:
+        return " (once the errors that it names are mended)"
+    return ""
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -19,15 +19,14 @@ norms and projections 10, attention 4, MLP 12 at the usual width."""
 
 def plan_training(config: TrainConfig, reporter: Reporter) -> TrainPlan:
     """The plan of `config`. Raises what the run itself would raise before its first step."""
-    import torch
-
+    from specctl.core.device import pick_device
     from specctl.core.headmaking import trains_embedding
     from specctl.core.trainsetup import prepare
     from specctl.core.vocab import coverage, supervised_counts
 
     refuse(config)
     reporter.note("reading the shards' lists of samples")
-    ready = prepare(config, torch.device("cpu"))
+    ready = prepare(config, pick_device("cpu"))
     head, task = ready.head, ready.task
     embedding = head.vocab_size * head.hidden_size
     others = _count(head)

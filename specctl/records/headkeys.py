@@ -16,6 +16,16 @@ MAX_LAYERS: Final = 4096
 QWEN3_HEAD_DIM: Final = 128
 """What transformers' Qwen3Config takes where `head_dim` is not said; Llama divides."""
 
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+ATTENTION_KINDS: Final = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "attention",
+)
+"""What transformers 5 takes for an entry of `layer_types` in a Llama or Qwen3 layer."""
+
 SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Without these transformers fills in those of a 7B Llama, silently."""
 
@@ -43,13 +53,21 @@ def _or_null(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _SIZE = ("a positive whole number", _is_size)
 _SIZE_OR_NULL = ("a positive whole number or null", _or_null(_is_size))
 _FLAG = ("true or false", lambda value: type(value) is bool)
-_FLAG_OR_NULL = ("true, false or null", lambda value: value is None or type(value) is bool)
+_FLAG_OR_NULL = ("true, false or null", lambda value: value is None or value in (0, 1))
+_FRACTION = ("a number with a point, as 0.02", lambda value: type(value) is float and math.isfinite(value))
+_DTYPE = (
+    "bfloat16, float16 or float32",
+    lambda value: value is None or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES),
+)
+_ATTENTION = (
+    "a list of kinds of attention, or null",
+    lambda value: value is None or (isinstance(value, list) and all(item in ATTENTION_KINDS for item in value)),
+)
 _TOKEN = ("a token id (whole number) or null", _or_null(_is_int))
 _TOKENS = ("a token id, a list of them, or null", lambda value: value is None or _is_int(value) or _is_ids(value))
 _IDS = ("a list of whole numbers or null", _or_null(_is_ids))
 _TEXT = ("a text or null", lambda value: value is None or isinstance(value, str))
 _OBJECT = ("an object or null", lambda value: value is None or isinstance(value, dict))
-_POSITIVE = ("a positive number", lambda value: _is_number(value) and value > 0)
 _TEXTS = (
     "a list of texts or null",
     lambda value: value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)),
@@ -65,21 +83,27 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "vocab_size": _SIZE,
     "draft_vocab_size": _SIZE_OR_NULL,
     "target_hidden_size": _SIZE_OR_NULL,
+    "num_aux_layers": _SIZE_OR_NULL,
+    "num_depths": _SIZE_OR_NULL,
+    "bias": _FLAG_OR_NULL,
     "num_aux_hidden_states": (
         "a whole number from 1 to 4096 or null",
         _or_null(lambda v: _is_size(v) and v <= MAX_LAYERS),
     ),
-    "max_position_embeddings": _SIZE_OR_NULL,
-    "rms_norm_eps": _POSITIVE,
-    "hidden_act": _TEXT,
+    "max_position_embeddings": _SIZE,
+    "rms_norm_eps": ("a positive number with a point, as 1e-05", lambda v: type(v) is float and 0 < v < math.inf),
+    "initializer_range": _FRACTION,
+    "attention_dropout": ("a number", _is_number),
+    "use_cache": _FLAG,
+    "hidden_act": ("the name of a function, as silu", lambda value: isinstance(value, str)),
     "norm_before_residual": _FLAG_OR_NULL,
     "norm_before_fc": _FLAG_OR_NULL,
     "fc_norm": _FLAG_OR_NULL,
     "norm_output": _FLAG_OR_NULL,
-    "attention_bias": _FLAG_OR_NULL,
-    "mlp_bias": _FLAG_OR_NULL,
+    "attention_bias": _FLAG,
+    "mlp_bias": _FLAG,
     "parallel_drafting": _FLAG_OR_NULL,
-    "tie_word_embeddings": _FLAG_OR_NULL,
+    "tie_word_embeddings": _FLAG,
     "mask_token_id": _TOKEN,
     "pard_token": _TOKEN,
     "ptd_token_id": _TOKEN,
@@ -92,11 +116,11 @@ KINDS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
     "layer_ids": _IDS,
     "use_aux_hidden_state": _FLAG_OR_NULL,
     "sliding_window": _SIZE_OR_NULL,
-    "layer_types": _TEXTS,
+    "layer_types": _ATTENTION,
     "architectures": _TEXTS,
     "model_type": _TEXT,
-    "torch_dtype": _TEXT,
-    "dtype": _TEXT,
+    "torch_dtype": _DTYPE,
+    "dtype": _DTYPE,
     "rope_theta": ("a positive number or null", lambda v: v is None or (_is_number(v) and v > 0)),
     "rope_scaling": _OBJECT,
     "rope_parameters": _OBJECT,
@@ -164,7 +188,10 @@ def lenient_head(
         vocab_size=vocab,
         draft_vocab_size=settings.get("draft_vocab_size") or vocab,
         target_hidden_size=settings.get("target_hidden_size") or hidden,
-        num_aux=settings.get("num_aux_hidden_states") or len(listed) or DEFAULT_AUX_COUNT,
+        num_aux=(settings.get("num_aux_layers") if block == "qwen3" else None)
+        or settings.get("num_aux_hidden_states")
+        or len(listed)
+        or DEFAULT_AUX_COUNT,
         aux_ids=tuple(ids) if ids else None,
         rms_norm_eps=float(settings.get("rms_norm_eps", 1e-6)),
         hidden_act=settings.get("hidden_act") or "silu",

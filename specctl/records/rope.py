@@ -4,11 +4,15 @@ transformers 5 moved `rope_theta` and `rope_scaling` into `rope_parameters`; rea
 spelling fall back to theta 10000 without a word (NVIDIA-NeMo/Automodel#2920).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 MULTIMODAL: Final = ("mrope_section", "mrope_interleaved")
 """Their presence alone switches M-RoPE on in vLLM (vllm-project/speculators#598)."""
+
+MAX_FREQUENCIES: Final = 65_536
+"""Far above any head; beyond it the numbers are not worth their memory."""
 
 _ATTENTION_KINDS: Final = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
@@ -66,14 +70,23 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, 
     return tuple(sorted(key for key in {*one, *other} if one.get(key) != other.get(key)))
 
 
-def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> list[float] | None:
-    """inv_freq [head_dim / 2] of an unscaled or linearly scaled rope, in float64; None for other kinds."""
-    theta, factor = float(rope["rope_theta"]), 1.0
-    if rope["rope_type"] == "linear":
-        factor = float(rope["factor"])
-    elif rope["rope_type"] != "default":
+def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, *, limit: int = MAX_FREQUENCIES) -> list[float] | None:
+    """inv_freq [head_dim / 2] of an unscaled or linearly scaled rope, in float64.
+
+    None for other kinds, for more than `limit` numbers, and where one of them leaves float64: the settings
+    are foreign, and a base of 10**400 or a head of 2e8 numbers is no rope.
+    """
+    if rope["rope_type"] not in ("default", "linear") or head_dim // 2 > limit:
         return None
-    return [theta ** (-2 * i / head_dim) / factor for i in range(head_dim // 2)]
+    theta: Any = rope["rope_theta"]
+    factor: Any = rope.get("factor") if rope["rope_type"] == "linear" else 1.0
+    if not all(isinstance(value, int | float) and value > 0 for value in (theta, factor)):
+        return None
+    try:
+        found = [float(theta) ** (-2 * i / head_dim) / float(factor) for i in range(head_dim // 2)]
+    except OverflowError:
+        return None
+    return found if all(0 < value < math.inf for value in found) else None
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

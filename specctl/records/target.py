@@ -50,6 +50,7 @@ class TargetFacts:
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int | None
+    rms_norm_eps: float | None
     rope: Mapping[str, Any] | None
     eos_token_ids: tuple[int, ...]
     is_tied: bool
