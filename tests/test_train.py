@@ -372,6 +372,14 @@ def test_a_second_run_needs_resume_and_the_same_settings(config) -> None:
     assert report.steps == 8
 
 
+def test_resuming_a_finished_run_says_again_what_it_made(config) -> None:
+    first = train(config, QUIET)
+    again = train(replace(config, resume=True), QUIET)
+    assert first is not None
+    assert again is not None
+    assert (again.steps, again.loss, again.evaluation) == (first.steps, first.loss, first.evaluation)
+
+
 def test_a_folder_with_other_files_is_left_alone(config) -> None:
     Path(config.out).mkdir()
     (Path(config.out) / "thesis.txt").write_text("precious")

@@ -102,7 +102,8 @@ def run_loop(ready: Ready, trainer: Trainer, config: TrainConfig, reporter: Repo
                 save(out, trainer, ready)
                 trainstate.prune(out, config.keep)
     reporter.stop()
-    if is_lead:
+    # A run that was finished already keeps the result it had.
+    if is_lead and (last is not None or not (out / RESULT_FILE).exists()):
         write_result(out, trainer, last, scored)
 
 
