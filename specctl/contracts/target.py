@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specctl.contracts._vocabmap import is_absolute, is_unfilled, map_targets
+from specctl.files.serverview import release
 from specctl.files.subject import Subject
 from specctl.records.contract import Found, Repair, rule, rules_in
 from specctl.records.runtimes import (
@@ -176,7 +177,7 @@ def target_class(subject: Subject) -> Iterator[Found]:
 def pp_relay(subject: Subject) -> Iterator[Found]:
     if subject.version < VLLM_RELAY_SINCE:
         lacks = ", and the draft has no embedding of its own" if "embed_tokens.weight" not in subject.tensors else ""
-        yield Found("--pp", "vLLM 0.30 or newer", f"vLLM {'.'.join(map(str, subject.version))}{lacks}")
+        yield Found("--pp", "vLLM 0.30 or newer", f"vLLM {release(subject.version)}{lacks}")
 
 
 @rule(

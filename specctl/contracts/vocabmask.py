@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specctl.contracts._vocabmap import is_absolute, is_unfilled, map_targets
-from specctl.files.subject import MAX_VOCABULARY, Subject
+from specctl.files.subject import Subject
 from specctl.files.tensors import Table
 from specctl.records.contract import Found, Repair, rule, rules_in
+from specctl.records.head import MAX_VOCABULARY
 
 
 @rule(

@@ -27,9 +27,9 @@ from specctl.core.training import StepReport, Trainer, evaluate
 from specctl.core.trainlog import RunLog
 from specctl.core.trainsetup import Ready, prepare
 from specctl.errors import MachineError
-from specctl.files import safetensors
-from specctl.files.durable import new_folder, sync_file
+from specctl.files.durable import new_folder
 from specctl.files.head import Asked
+from specctl.files.headfolder import write_head
 from specctl.records.progress import Reporter
 from specctl.records.training import DRAFT, Evaluation, TrainConfig
 
@@ -127,10 +127,7 @@ def save_draft(folder: Path, model: DraftModel, ready: Ready) -> None:
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     with new_folder(fresh, "a draft") as temporary:
-        safetensors.write(temporary / "model.safetensors", written.tensors, {"format": "pt"})
-        config_file = temporary / "config.json"
-        config_file.write_text(json.dumps(written.config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        sync_file(config_file)
+        write_head(temporary, written.config, written.tensors)
     try:
         if folder.is_dir():
             shutil.rmtree(folder)

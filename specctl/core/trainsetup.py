@@ -14,7 +14,7 @@ import torch
 
 from specctl import plugins
 from specctl.core import headmaking
-from specctl.core.corpus import Corpus, boundaries_of, complete_manifest, is_held_out
+from specctl.core.corpus import Corpus, Place, boundaries_of, complete_manifest, is_held_out
 from specctl.core.device import DTYPES, is_gpu
 from specctl.core.packing import rows_per_epoch
 from specctl.core.teaching import TargetParts, read_parts
@@ -57,8 +57,10 @@ def prepare(config: TrainConfig, device: torch.device) -> Ready:
     head, vocabulary = head_and_vocabulary(config, parts, boundaries, settings.num_draft_tokens)
     if config.parallel_drafting:
         require_reserved(config, parts, folders)
-    held = [place for place in corpus.places if is_held_out(place.sample_id, config.eval_fraction, 0)]
-    kept = [place for place in corpus.places if not is_held_out(place.sample_id, config.eval_fraction, 0)]
+    held: list[Place] = []
+    kept: list[Place] = []
+    for place in corpus.places:
+        (held if is_held_out(place.sample_id, config.eval_fraction, 0) else kept).append(place)
     if not kept:
         raise DataError("no sample is left to train on", where=config.shards[0], hint="lower `--eval-fraction`")
     weights = config.weights or (1.0,) * len(folders)

@@ -16,7 +16,7 @@ from specctl.files.checkpoint import Checkpoint
 from specctl.files.serverview import are_ids, canonical, plain_settings, sglang_boundaries, unfolded_settings
 from specctl.files.tensors import ITEM_BYTES, TensorEntry, read_array
 from specctl.records.contract import KeyPath
-from specctl.records.head import Block, HeadConfig
+from specctl.records.head import MAX_VOCABULARY, Block, HeadConfig
 from specctl.records.headkeys import SIZES, lenient_head, misfits, missing_sizes
 from specctl.records.layers import aux_boundaries, is_deep_enough
 from specctl.records.rope import rope_of
@@ -64,8 +64,6 @@ SHAPING: Final = (
     "architectures",
 )
 """Keys without which the shapes of a head are not known."""
-
-MAX_VOCABULARY: Final = 1 << 24
 
 MASK_TOKEN_KEYS: Final = ("mask_token_id", "pard_token", "ptd_token_id")
 

@@ -16,7 +16,7 @@ from specctl.files.regular import shown
 from specctl.files.reorder import rows_in_order
 from specctl.files.tensors import FLOATS, Source, Table, TensorEntry, read_array
 from specctl.files.torchzip import read_torch_values
-from specctl.records.head import HeadConfig
+from specctl.records.head import MAX_VOCABULARY, HeadConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 SIDE_FILE: Final = "eagle_meta.pt"
 """Where NeMo Automodel keeps the chosen ids (NVIDIA-NeMo/Automodel#2447)."""
-
-MAX_VOCABULARY: Final = 1 << 24
-"""More tokens than any tokenizer has; maps of this size are made in memory."""
 
 _MASK_DTYPES: Final = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from specctl import plugins
-from specctl.errors import InputError, NotSupportedError, UsageError
+from specctl.errors import InputError, UsageError
 from specctl.files.checkpoint import open_checkpoint
 from specctl.files.hub import local_folder
 from specctl.files.regular import shown
+from specctl.files.serverview import release
 from specctl.files.subject import Subject
 from specctl.files.target import read_target
 from specctl.recipes.serve import instead_of, serve_command
@@ -101,7 +102,7 @@ def parse_version(text: str | None, runtime: Runtime) -> Version:
         return NEWEST[runtime]
     match = _VERSION.fullmatch(text.strip())
     if match is None:
-        newest = ".".join(map(str, NEWEST[runtime]))
+        newest = release(NEWEST[runtime])
         raise UsageError(f"`--runtime-version {shown(text, 60)}` is no version", hint=f"it has the form {newest}")
     return tuple(int(part) for part in match.group(1).split("."))
 
@@ -154,7 +155,7 @@ def report_on(subject: Subject, raised: list[tuple[Rule, Found]], config: CheckC
         tensors=len(subject.checkpoint.tensors),
         bytes=sum(entry.nbytes for entry in subject.checkpoint.tensors.values()),
         runtime=subject.runtime,
-        runtime_version=".".join(map(str, subject.version)),
+        runtime_version=release(subject.version),
         pp=subject.pp,
         deep=subject.is_deep,
         target=config.target,
@@ -186,8 +187,6 @@ def _applies(rule: Rule, subject: Subject) -> bool:
 def _found(rule: Rule, subject: Subject) -> Iterator[Found]:
     try:
         yield from rule.check(subject)
-    except NotSupportedError:
-        raise
     except InputError as error:
         # A table that shrank or vanished between its header and its numbers.
         raise InputError(error.message, where=error.where or str(subject.checkpoint.folder), hint=error.hint) from error

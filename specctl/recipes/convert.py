@@ -6,8 +6,6 @@ is traced to where it came from, each one left out is named with the reason.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +13,17 @@ from typing import Final, cast
 
 from specctl import plugins
 from specctl.errors import InputError, InterruptedRun, UsageError
-from specctl.files.checkpoint import CONFIG, HARMLESS, Checkpoint, open_checkpoint
+from specctl.files.checkpoint import HARMLESS, Checkpoint, open_checkpoint
 from specctl.files.durable import new_folder, refuse_taken
 from specctl.files.head import Asked, Convention, Head, Written
+from specctl.files.headfolder import WEIGHTS, write_head
 from specctl.files.hub import local_folder
-from specctl.files.safetensors import read_header, write
+from specctl.files.safetensors import read_header
 from specctl.files.target import read_target
 from specctl.recipes.trace import Changed, Dropped, Traced, changes, dropped, traced
 from specctl.records.layers import aux_boundaries
 from specctl.records.progress import Reporter
 
-WEIGHTS: Final = "model.safetensors"
 CONVENTIONS: Final = ("boundary", "output")
 MB: Final = 1_000_000
 
@@ -181,19 +179,14 @@ def _report(config: ConvertConfig, checkpoint: Checkpoint, layout: str, head: He
 
 
 def _write(out: Path, written: Written, reporter: Reporter) -> None:
-    """The folder with the weights and, last, config.json; verified before it gets its name."""
+    """The folder with the weights and config.json; verified before it gets its name."""
     with new_folder(out, "a checkpoint") as folder:
         reporter.start("writing", sum(source.nbytes for source in written.tensors.values()) // MB, "MB")
         try:
-            write(folder / WEIGHTS, written.tensors, {"format": "pt"}, advance=_in_megabytes(reporter.advance))
+            write_head(folder, written.config, written.tensors, _in_megabytes(reporter.advance))
         finally:
             reporter.stop()
         _verify(folder / WEIGHTS, written)
-        text = json.dumps(written.config, indent=2, ensure_ascii=True) + "\n"
-        with (folder / CONFIG).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _in_megabytes(advance: Callable[[int], None]) -> Callable[[int], None]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.errors import ContractError, InputError, UsageError
-from specctl.files import safetensors
 from specctl.files.checkpoint import HARMLESS, Checkpoint
-from specctl.files.durable import copy_plain, new_folder, sync_file
+from specctl.files.durable import copy_plain, new_folder
+from specctl.files.headfolder import write_head
 from specctl.files.regular import shown
 from specctl.files.subject import Subject
 from specctl.files.tensors import Source
@@ -142,10 +142,7 @@ def _write(subject: Subject, repairs: Sequence[Repair], folder: Path) -> list[st
             where=str(subject.checkpoint.folder),
             hint="drop one of the two that mean the same place of the head",
         )
-    safetensors.write(folder / "model.safetensors", named, {"format": "pt"})
-    config_file = folder / "config.json"
-    config_file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync_file(config_file)
+    write_head(folder, settings, named)
     return changes
 
 

@@ -13,6 +13,9 @@ Block = Literal["llama", "qwen3"]
 LAYER_NORMS: Final = ("input_layernorm", "post_attention_layernorm")
 DEFAULT_AUX_COUNT: Final = 3
 
+MAX_VOCABULARY: Final = 1 << 24
+"""Tokens of the largest vocabulary whose maps are made or moved."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
