@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,7 +198,7 @@ def start(config: TrainConfig) -> subprocess.Popen[bytes]:
 
 
 def kill_after_checkpoint(process: subprocess.Popen[bytes], out: Path) -> None:
-    """SIGKILL as soon as the first checkpoint is whole."""
+    """SIGKILL to every process of the run as soon as the first checkpoint is whole."""
     deadline = time.monotonic() + 60
     while trainstate.newest(out) is None and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -213,9 +214,54 @@ def test_two_processes_give_the_run_of_one(kind, config, tmp_path) -> None:
     train(one, QUIET)
     process = start(two)
     assert process.wait(120) == 0
-    first, second = masters(one.out), masters(two.out)
+    assert_close(masters(one.out), masters(two.out))
+
+
+def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
     for name in first:
         assert torch.allclose(first[name].double(), second[name].double(), rtol=1e-4, atol=1e-6), name
+
+
+@KINDS
+def test_a_shared_model_gives_the_run_of_one_and_goes_on_alone(kind, config, tmp_path) -> None:
+    """An odd window leaves one rank without a row; the checkpoint is whole, so any number of ranks goes on."""
+    one = replace(kind(config), out=str(tmp_path / "one"), accumulate=4, max_steps=None, epochs=1.0, save_every=1)
+    shared = replace(one, out=str(tmp_path / "shared"), nproc=2, fsdp=True)
+    report = train(one, QUIET)
+    assert start(shared).wait(120) == 0
+    assert_close(masters(one.out), masters(shared.out))
+    scores = [last_evaluation(run.out) for run in (one, shared)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert report is not None and report.steps > 2
+    shutil.rmtree(trainstate.checkpoints(Path(shared.out))[-1])
+    train(replace(shared, nproc=1, fsdp=False, resume=True), QUIET)
+    assert_close(masters(one.out), masters(shared.out))
+
+
+def last_evaluation(out: str) -> float:
+    lines = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    found: float = [line["acceptance_length"] for line in lines if line["kind"] == "eval"][-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [
+        pytest.param(lambda c: c, False, id="eagle3-replicated"),
+        pytest.param(parallel, True, id="peagle-shared"),
+        pytest.param(lambda c: c, True, id="eagle3-shared", marks=pytest.mark.slow),
+        pytest.param(parallel, False, id="peagle-replicated", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_resume_to_the_same_bits(kind, is_shared, config, tmp_path) -> None:
+    whole = replace(kind(config), out=str(tmp_path / "whole"), accumulate=2, nproc=2, fsdp=is_shared)
+    parts = replace(whole, out=str(tmp_path / "parts"))
+    process = start(parts)
+    assert start(whole).wait(120) == 0
+    kill_after_checkpoint(process, Path(parts.out))
+    assert start(replace(parts, resume=True)).wait(120) == 0
+    assert_same(masters(whole.out), masters(parts.out))
 
 
 def test_accumulated_rows_weigh_by_their_elements_not_by_row(config, tmp_path) -> None:
@@ -294,8 +340,6 @@ def test_end_tokens_are_in_the_draft_vocabulary(config) -> None:
 
 def damaged(shards: str, folder: Path, count: int) -> str:
     """A copy of the shards in which the first `count` samples hold NaN."""
-    import shutil
-
     shutil.copytree(shards, folder)
     (path,) = (folder / "shards").glob("*.safetensors")
     entries, _ = read_header(path)

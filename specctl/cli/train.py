@@ -79,6 +79,9 @@ def train(
         str | None, typer.Option(help="tensorboard or wandb, beside the log.jsonl that is always written.")
     ] = None,
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 1,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Share the draft out over the processes (FSDP2), to save memory.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say how long, how large and what for; write nothing.")
     ] = False,

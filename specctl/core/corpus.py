@@ -6,7 +6,7 @@ Shards stay mapped; only what a sample needs is read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -50,14 +50,25 @@ class Sample:
 
 
 class Corpus:
-    """All samples of some folders of `specctl extract` that have the same target and slots."""
+    """All samples of some folders of `specctl extract` that have the same target and slots.
 
-    def __init__(self, folders: Sequence[Path], boundaries: Sequence[int]) -> None:
+    With `final_norm` the teacher's states are made from the last boundary, for folders without slot `norm`.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        boundaries: Sequence[int],
+        *,
+        final_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.folders = tuple(folders)
         self.manifests = tuple(complete_manifest(folder) for folder in folders)
         self._slots = tuple(map(str, boundaries))
+        self._final_norm = final_norm
+        self._final = NORM if final_norm is None else last_of(self.manifests[0])
         for folder, manifest in zip(self.folders, self.manifests, strict=True):
-            _require_slots(folder, manifest, (*self._slots, NORM))
+            _require_slots(folder, manifest, (*self._slots, self._final))
             _require_same(folder, manifest, self.manifests[0])
         self._reader = lru_cache(maxsize=OPEN_SHARDS)(self._open)
         self.places = tuple(self._places())
@@ -66,12 +77,13 @@ class Corpus:
         """The arrays of one sample, copied out of the map. Raises ShardError for a damaged shard."""
         reader = self._reader(place.folder, place.shard)
         rows = slice(place.begin, place.end)
-        states = [to_torch(reader.slot(slot, rows), reader.layout.dtype) for slot in (*self._slots, NORM)]
+        states = [to_torch(reader.slot(slot, rows), reader.layout.dtype) for slot in (*self._slots, self._final)]
+        final = states[-1] if self._final_norm is None else self._final_norm(states[-1])
         return Sample(
             torch.from_numpy(reader.input_ids()[rows].astype(np.int64)),
             torch.from_numpy(reader.loss_mask()[rows].copy()),
             torch.cat(states[:-1], dim=-1),
-            states[-1],
+            final,
         )
 
     def _open(self, folder: int, shard: int) -> ShardReader:
@@ -101,6 +113,16 @@ def complete_manifest(folder: Path) -> Manifest:
             "the shard folder is unfinished", where=str(folder), hint="run its `specctl extract` again to the end"
         )
     return manifest
+
+
+def last_of(manifest: Manifest) -> str:
+    """The slot of the last boundary."""
+    return str(int(manifest.settings["num_layers"]))
+
+
+def needs_final_norm(manifest: Manifest) -> bool:
+    """Whether the teacher's states have to be made from the last boundary."""
+    return NORM not in manifest.slots and last_of(manifest) in manifest.slots
 
 
 def is_held_out(sample_id: str, fraction: float, seed: int) -> bool:

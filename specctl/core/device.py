@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import resource
+import sys
 
 import torch
 
@@ -57,6 +59,14 @@ def synchronize(device: torch.device) -> None:
     """Wait until all work queued on `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far, on the device that computes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def distributed_backend(device: torch.device) -> str:

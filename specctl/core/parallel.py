@@ -1,6 +1,6 @@
 """Ranks at work: starting them, joining those of torchrun, and what passes between them.
 
-The only file that names torch.distributed. A replica is one pipeline (or one tensor-parallel group)
+Only this file and `replicas.py` name torch.distributed. A replica is one pipeline (or one tensor-parallel group)
 and a process group of its own; replicas never talk, they share a folder.
 """
 
@@ -190,21 +190,3 @@ def interrupted(num_shards: int) -> InterruptedRun:
         f"interrupted with {num_shards} shards complete",
         hint="run the same command again to continue; nothing complete is lost",
     )
-
-
-class Replicas:
-    """Ranks that train one model on different rows; alone it sums nothing."""
-
-    def __init__(self, placement: Placement) -> None:
-        self.rank, self.size = placement.stage, placement.num_stages
-
-    def sum(self, tensors: list[torch.Tensor]) -> None:
-        """Sum each tensor over all ranks, in place; every rank gets the same bits."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-
-    def wait(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()

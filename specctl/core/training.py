@@ -10,9 +10,9 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -20,13 +20,13 @@ import torch
 from specctl.core.corpus import Corpus, Place
 from specctl.core.losses import Teacher
 from specctl.core.modules import DraftModel
-from specctl.core.packing import pack, training_rows
-from specctl.core.parallel import Replicas
-from specctl.core.rowloader import GreedyTokens, Loaded, load_row, loaded_ahead, moved
+from specctl.core.packing import Row, training_rows
+from specctl.core.replicas import Replicas
+from specctl.core.rowloader import GreedyTokens, Loaded, loaded_ahead, moved
 from specctl.core.trainstate import Progress
 from specctl.errors import DataError
 from specctl.records.draft import DraftBatch, DraftSettings, LossReport
-from specctl.records.training import DepthScore, Evaluation, TrainConfig
+from specctl.records.training import TrainConfig
 
 BAD_SAMPLES_BEFORE_THE_LIMIT = 8
 """A share of a few samples means nothing."""
@@ -77,28 +77,25 @@ class Trainer:
         Raises DataError when more samples are bad than `max_bad_samples` allows.
         """
         greedy = GreedyTokens(self.teacher)
-        windows = step_windows(self.task, self.progress.rows)
-        local = (row for window in windows for row in window[self.replicas.rank :: self.replicas.size])
+        local = (row for window in step_windows(self.task, self.progress.rows) for row in self._mine(window))
         loaded = loaded_ahead(self.task.corpus, local, greedy)
         try:
             for window in step_windows(self.task, self.progress.rows):
                 began = time.monotonic()
-                mine = len(window[self.replicas.rank :: self.replicas.size])
-                report = self._step([next(loaded) for _ in range(mine)], len(window), began)
+                report = self._step([next(loaded) for _ in self._mine(window)], len(window), began)
                 yield report
         finally:
             loaded.close()  # type: ignore[attr-defined]
 
+    def _mine(self, window: Sequence[Row]) -> Sequence[Row]:
+        return window[self.replicas.rank :: self.replicas.size]
+
     def _step(self, rows: Sequence[Loaded], num_rows: int, began: float) -> StepReport:
         totals = torch.zeros(6, dtype=torch.float64)
         for loaded in rows:
-            totals[5] += loaded.bad
-            if loaded.batch is None:
-                continue
-            report = self._backward(loaded.batch, loaded.row.number)
-            totals += torch.tensor(
-                [float(report.loss.detach()), float(report.weight), *_sizes(loaded.batch), 0.0], dtype=torch.float64
-            )
+            totals += self._row(loaded)
+        for _ in range(self._idle_rounds(num_rows) - len(rows)):
+            self._backward(None, 0)
         self.replicas.sum([totals])
         loss, weight, tokens, supervised, samples, bad = totals.tolist()
         lr = learning_rate(self.task, self.progress.step)
@@ -116,18 +113,39 @@ class Trainer:
         self._refuse_bad_data()
         return StepReport(self.progress, loss / weight if weight else math.nan, norm, lr)
 
-    def _backward(self, batch: DraftBatch, number: int) -> LossReport:
+    def _idle_rounds(self, num_rows: int) -> int:
+        """How often every rank of a shared model runs in a step; 0 where ranks need not wait for each other."""
+        return -(-num_rows // self.replicas.size) if self.replicas.is_sharded else 0
+
+    def _row(self, loaded: Loaded) -> torch.Tensor:
+        """float64 [6]: loss, weight, tokens, supervised, samples, bad samples; its gradients are added."""
+        report = self._backward(loaded.batch, loaded.row.number)
+        sums = (0.0, 0.0) if report is None else (float(report.loss.detach()), float(report.weight))
+        sizes = (0.0, 0.0, 0.0) if loaded.batch is None else _sizes(loaded.batch)
+        return torch.tensor([*sums, *sizes, loaded.bad], dtype=torch.float64)
+
+    def _backward(self, batch: DraftBatch | None, number: int) -> LossReport | None:
+        """The report of a row, None for no row; the gradients of its loss are added to the model's."""
+        if batch is None and not self.replicas.is_sharded:
+            return None
         generator = row_generator(self.task.config.seed, number)
-        batch = moved(batch, self.task.device)
-        with autocast(self.task):
-            report = self.model(
-                lambda model: self.task.algorithm.training_loss(
-                    model, batch, teacher=self.teacher, settings=self.task.settings, generator=generator
+        moved_batch = None if batch is None else moved(batch, self.task.device)
+
+        def forward(model: DraftModel) -> tuple[torch.Tensor | None, LossReport | None]:
+            report = None
+            if moved_batch is not None:
+                report = self.task.algorithm.training_loss(
+                    model, moved_batch, teacher=self.teacher, settings=self.task.settings, generator=generator
                 )
-            )
-        assert isinstance(report, LossReport)
-        if float(report.weight):
-            report.loss.backward()  # type: ignore[no-untyped-call]
+            if report is not None and float(report.weight):
+                return report.loss, report
+            return (nothing(model) if self.replicas.is_sharded else None), report
+
+        with autocast(self.task):
+            loss, report = self.model(forward)
+        if loss is not None:
+            loss.backward()
+        assert report is None or isinstance(report, LossReport)
         return report
 
     def _update(self, weight: float, lr: float) -> float:
@@ -136,12 +154,12 @@ class Trainer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters if p.grad is not None]
-        self.replicas.sum(gradients)
+        self.replicas.sum_gradients(gradients)
         if not weight:
             self.optimizer.zero_grad(set_to_none=True)
             return 0.0
         torch._foreach_mul_(gradients, 1.0 / weight)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.task.config.clip))
+        norm = self.replicas.clip(parameters, self.task.config.clip)
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -159,7 +177,7 @@ class Trainer:
             )
 
 
-def step_windows(task: Task, skip: int) -> Iterator[list]:  # type: ignore[type-arg]
+def step_windows(task: Task, skip: int) -> Iterator[list[Row]]:
     """The rows of each step from row `skip` on; the last window may be a part."""
     config = task.config
     rows = training_rows(task.training, config.batch_tokens, seed=config.seed, weights=task.weights, skip=skip)
@@ -194,48 +212,9 @@ def autocast(task: Task) -> AbstractContextManager[object]:
     return torch.autocast(task.device.type, dtype=task.compute_dtype)
 
 
-@torch.no_grad()
-def evaluate(
-    task: Task, model: DraftModel, teacher: Teacher, step: int, *, greedy: GreedyTokens | None = None
-) -> Evaluation | None:
-    """The held-out score over at most `eval_rows` rows; None without held-out samples.
-
-    P-EAGLE's depths are all scored, none left out by chance.
-    """
-    settings = replace(task.settings, cod_ratio=1.0, cod_floor=1.0, num_segments=1)
-    order = sorted(task.held_out, key=lambda place: place.sample_id)
-    reports: list[LossReport] = []
-    tokens = 0
-    for row in itertools.islice(pack(order, task.config.batch_tokens, epoch=0), task.config.eval_rows):
-        batch = load_row(task.corpus, row, greedy).batch
-        if batch is None:
-            continue
-        tokens += batch.input_ids.shape[0]
-        on_device = moved(batch, task.device)
-        with autocast(task):
-            reports.append(task.algorithm.training_loss(model, on_device, teacher=teacher, settings=settings))
-    return _evaluation(reports, step, tokens) if reports else None
-
-
-def _evaluation(reports: Sequence[LossReport], step: int, tokens: int) -> Evaluation:
-    def total(pick: Callable[[LossReport], torch.Tensor]) -> list[float]:
-        return torch.stack([pick(report).double().cpu() for report in reports]).sum(0).tolist()
-
-    columns = zip(
-        total(lambda r: r.counts),
-        total(lambda r: r.losses),
-        total(lambda r: r.hits),
-        total(lambda r: r.outside),
-        total(lambda r: r.prefix_counts),
-        total(lambda r: r.prefix_hits),
-        strict=True,
-    )
-    depths = tuple(
-        DepthScore(depth, loss / max(n, 1), hits / max(n, 1), joint / max(chains, 1), outside / max(n, 1))
-        for depth, (n, loss, hits, outside, chains, joint) in enumerate(columns)
-    )
-    losses = sum(float(report.loss) for report in reports) / max(sum(float(r.weight) for r in reports), 1e-9)
-    return Evaluation(step, tokens, losses, 1.0 + sum(depth.joint_rate for depth in depths), depths)
+def nothing(model: DraftModel) -> torch.Tensor:
+    """A loss of 0 that reaches every trained parameter, for a rank that joins without a row."""
+    return torch.stack([p.sum() * 0.0 for p in model.parameters() if p.requires_grad]).sum()
 
 
 def _sizes(batch: DraftBatch) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,15 @@ import torch
 
 from specctl import plugins
 from specctl.core import headmaking, trainstate
-from specctl.core.device import pick_device
+from specctl.core.device import peak_memory, pick_device
 from specctl.core.modules import DraftModel
-from specctl.core.parallel import Replicas
 from specctl.core.placement import Placement
+from specctl.core.replicas import Replicas, whole
 from specctl.core.rowloader import GreedyTokens
 from specctl.core.teaching import teacher_of
-from specctl.core.training import StepReport, Trainer, evaluate
+from specctl.core.training import StepReport, Trainer
 from specctl.core.trainlog import RunLog
+from specctl.core.trainscore import evaluate
 from specctl.core.trainsetup import Ready, prepare
 from specctl.errors import MachineError
 from specctl.files.durable import new_folder
@@ -45,13 +47,11 @@ class TrainJob:
     def __call__(self, placement: Placement, reporter: Reporter) -> None:
         config, out = self.config, Path(self.config.out)
         ready = prepare(config, pick_device(config.device, placement.local_rank))
-        replicas = Replicas(placement)
+        replicas = Replicas(placement, is_sharded=config.fsdp)
         trainer = make_trainer(ready, config, replicas)
         start = trainstate.newest(out) if config.resume else None
         if start is not None:
-            restored = trainstate.load_state(start, trainer.model)
-            trainer.optimizer.load_state_dict(dict(restored.optimizer))
-            trainer.progress = restored.progress
+            trainer.progress = trainstate.load_state(start, trainer.model, trainer.optimizer)
         replicas.wait()
         run_loop(ready, trainer, config, reporter, is_lead=replicas.rank == 0)
 
@@ -62,6 +62,7 @@ def make_trainer(ready: Ready, config: TrainConfig, replicas: Replicas) -> Train
     model = first_model(ready, config).to(task.device)
     vocabulary = model.vocabulary()
     teacher = teacher_of(ready.parts, None if vocabulary is None else vocabulary.cpu(), task.compute_dtype, task.device)
+    replicas.spread(model, task.device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=task.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
@@ -91,35 +92,38 @@ def run_loop(ready: Ready, trainer: Trainer, config: TrainConfig, reporter: Repo
             reporter.advance(1)
             is_last = step == task.total_steps
             if log is not None and (step % config.log_every == 0 or is_last or step == 1):
-                log.write("train", step_record(last))
-                reporter.note(step_line(last, task.total_steps))
-            if log is not None and (step % config.eval_every == 0 or is_last):
-                scored = evaluate(task, trainer.model, trainer.teacher, step, greedy=greedy)
-                if scored is not None:
+                log.write("train", step_record(last, task.device))
+                reporter.note(step_line(last, task.total_steps, task.device))
+            if step % config.eval_every == 0 or is_last:
+                scored = evaluate(trainer, step, greedy=greedy)
+                if log is not None and scored is not None:
                     log.write("eval", asdict(scored))
                     reporter.note(evaluation_line(scored))
-            if is_lead and (step % config.save_every == 0 or is_last):
-                save(out, trainer, ready)
-                trainstate.prune(out, config.keep)
+            if step % config.save_every == 0 or is_last:
+                save(out, trainer, ready, is_lead=is_lead)
     reporter.stop()
     # A run that was finished already keeps the result it had.
     if is_lead and (last is not None or not (out / RESULT_FILE).exists()):
         write_result(out, trainer, last, scored)
 
 
-def save(out: Path, trainer: Trainer, ready: Ready) -> None:
-    """A checkpoint to continue from, and the draft that a server loads. Raises MachineError."""
-    state = trainer.model.state_dict()
-    trainstate.save_state(out, state, trainer.optimizer.state_dict(), trainer.progress)
-    save_draft(out / DRAFT, trainer.model, ready)
+def save(out: Path, trainer: Trainer, ready: Ready, *, is_lead: bool) -> None:
+    """A checkpoint to continue from, and the draft that a server loads; every rank calls, the lead writes.
+
+    Raises MachineError.
+    """
+    weights, moments = whole(trainer.model.state_dict()), whole(trainer.optimizer.state_dict())
+    if not is_lead:
+        return
+    trainstate.save_state(out, weights, moments, trainer.progress)
+    save_draft(out / DRAFT, trainer.model, weights, ready)
+    trainstate.prune(out, ready.task.config.keep)
 
 
-def save_draft(folder: Path, model: DraftModel, ready: Ready) -> None:
-    """The canonical checkpoint of a model; an older one in its place is replaced."""
+def save_draft(folder: Path, model: DraftModel, weights: Mapping[str, torch.Tensor], ready: Ready) -> None:
+    """The canonical checkpoint of a model's whole `weights`; an older one in its place is replaced."""
     has_embedding = model.embed_tokens.weight.requires_grad
-    served = headmaking.served_head(
-        model.head, model.state_dict(), has_embedding=has_embedding, inv_freq=model.rotary.inv_freq
-    )
+    served = headmaking.served_head(model.head, weights, has_embedding=has_embedding, inv_freq=model.rotary.inv_freq)
     asked = Asked(
         target=ready.parts.files.facts, embedding=ready.parts.files.embedding, lm_head=ready.parts.files.lm_head
     )
@@ -129,14 +133,22 @@ def save_draft(folder: Path, model: DraftModel, ready: Ready) -> None:
     with new_folder(fresh, "a draft") as temporary:
         write_head(temporary, written.config, written.tensors)
     try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        fresh.rename(folder)
+        replace_folder(fresh, folder)
     except OSError as error:
         raise MachineError(f"the draft cannot be put in place: {error.strerror}", where=str(folder)) from error
 
 
-def step_record(report: StepReport) -> dict[str, Any]:
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder` by two renames, so that a kill hardly finds neither. Raises OSError."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def step_record(report: StepReport, device: torch.device) -> dict[str, Any]:
     """What the log keeps of a step."""
     done = report.progress
     return {
@@ -148,14 +160,18 @@ def step_record(report: StepReport) -> dict[str, Any]:
         "supervised_tokens": done.supervised,
         "bad_samples": done.bad_samples,
         "seconds": round(done.seconds, 3),
+        "peak_memory_bytes": peak_memory(device),
     }
 
 
-def step_line(report: StepReport, total: int) -> str:
-    """What a person sees of a step."""
+def step_line(report: StepReport, total: int, device: torch.device) -> str:
+    """What a person sees of a step; the memory is the most that this process held so far."""
     done = report.progress
     rate = done.tokens / done.seconds if done.seconds else 0.0
-    return f"step {done.step}/{total}  loss {report.loss:.4f}  lr {report.lr:.2e}  {rate:,.0f} tokens/s"
+    return (
+        f"step {done.step}/{total}  loss {report.loss:.4f}  lr {report.lr:.2e}  {rate:,.0f} tokens/s  "
+        f"{peak_memory(device) / 2**30:.1f} GiB"
+    )
 
 
 def evaluation_line(scored: Evaluation) -> str:

@@ -14,8 +14,9 @@ import torch
 
 from specctl import plugins
 from specctl.core import headmaking
-from specctl.core.corpus import Corpus, Place, boundaries_of, complete_manifest, is_held_out
+from specctl.core.corpus import Corpus, Place, boundaries_of, complete_manifest, is_held_out, needs_final_norm
 from specctl.core.device import DTYPES, is_gpu
+from specctl.core.finalnorm import read_final_norm
 from specctl.core.packing import rows_per_epoch
 from specctl.core.teaching import TargetParts, read_parts
 from specctl.core.training import Task
@@ -50,8 +51,11 @@ def prepare(config: TrainConfig, device: torch.device) -> Ready:
     folders = [Path(folder) for folder in config.shards]
     first = complete_manifest(folders[0])
     boundaries = boundaries_of(first, folders[0], config.layers)
-    corpus = Corpus(folders, boundaries)
     parts = read_parts(config.target, config.revision)
+    final_norm = None
+    if needs_final_norm(first):
+        final_norm = read_final_norm(parts, trust_remote_code=config.trust_remote_code)
+    corpus = Corpus(folders, boundaries, final_norm=final_norm)
     _require_target(parts, corpus)
     settings = draft_settings(config)
     head, vocabulary = head_and_vocabulary(config, parts, boundaries, settings.num_draft_tokens)

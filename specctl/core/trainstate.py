@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specctl.core.replicas import like
 from specctl.errors import InputError
 from specctl.files.durable import new_folder, sync_file
 from specctl.records.training import CHECKPOINTS
@@ -36,14 +37,6 @@ class Progress:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What `load_state` gave back beside the weights."""
-
-    progress: Progress
-    optimizer: Mapping[str, Any]
-
-
 def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], progress: Progress) -> Path:
     """Write a checkpoint of fp32 masters, optimizer, position and random states. Raises MachineError."""
     folder = out / CHECKPOINTS / f"step-{progress.step:09d}"
@@ -63,22 +56,37 @@ def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[
     return folder
 
 
-def load_state(folder: Path, model: torch.nn.Module) -> Restored:
-    """Put a checkpoint's weights into `model` and its random states in force. Raises InputError."""
+def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Put a checkpoint's weights, moments and random states in force; a rank of a shared model takes its share.
+
+    Raises InputError.
+    """
     path = folder / STATE
     try:
         record = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(record["model"])
+        held = model.state_dict()
+        model.load_state_dict({name: like(value, held[name]) for name, value in record["model"].items()})
+        optimizer.load_state_dict(_shared_moments(record["optimizer"], optimizer))
         torch.set_rng_state(record["torch_rng"])
         version, words, gauss = record["python_rng"]
         random.setstate((version, tuple(words), gauss))
-        return Restored(Progress(**record["progress"]), record["optimizer"])
+        return Progress(**record["progress"])
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
         raise InputError(
-            f"the checkpoint cannot be continued from: {str(error).splitlines()[0]}",
+            f"the checkpoint cannot be continued from: {(str(error) or repr(error)).splitlines()[0]}",
             where=str(path),
             hint="remove this checkpoint's folder to continue from the one before",
         ) from error
+
+
+def _shared_moments(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with each moment held as its parameter is; counters stay as they are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        index: {name: like(v, parameters[index]) if v.dim() else v for name, v in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def newest(out: Path) -> Path | None:

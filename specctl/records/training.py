@@ -51,7 +51,8 @@ class TrainConfig:
     `shards` are folders of `specctl extract`; `weights` how often each is taken, one per folder.
     `layers` names the boundaries that the draft reads, comma-separated; None takes every stored one.
     `batch_tokens` is the length of a packed row, `accumulate` the rows of one optimizer step over all
-    processes. `eval_fraction` of the samples is held out, by sample id.
+    processes. `eval_fraction` of the samples is held out, by sample id. With `fsdp` each process holds a share
+    of weights, gradients and moments, else all of them.
     """
 
     shards: tuple[str, ...]
@@ -106,6 +107,7 @@ class TrainConfig:
     max_bad_samples: float = 0.01
     weights: tuple[float, ...] = ()
     nproc: int = 1
+    fsdp: bool = False
     log: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
