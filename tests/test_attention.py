@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.core.attention import attend_cached, bind
+from specctl.core.attention import attend_cached, bind, bind_flex
 from specctl.core.attentionplan import Plan, plan_attention
 
 H, J, E = 4, 2, 8
@@ -153,3 +153,15 @@ def test_memory_grows_with_the_queries_not_with_their_square() -> None:
         return mode.size
 
     assert largest(5000) <= 2.1 * largest(2500)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_sees_what_the_exact_path_sees(window) -> None:
+    """Its forward runs on the CPU too; its gradients are compared where there is a GPU."""
+    anchors, depths, starts = pattern()
+    plan = plan_attention(anchors, depths, starts_N=starts, own=(anchors, depths))
+    q, k, v, own_k, own_v = (tensor.detach() for tensor in inputs(plan, len(starts), torch.float32))
+    exact = bind(plan, window)(q, (k, v), (own_k, own_v))
+    flex = bind_flex(plan, window)(q, (k, v), (own_k, own_v))
+    torch.testing.assert_close(flex, exact, rtol=1e-5, atol=1e-6)

@@ -54,3 +54,12 @@ def test_layer_zero_survives_the_replay_of_a_cuda_graph() -> None:
         compiled(input_ids=second, use_cache=False)
     assert torch.equal(kept["0"], eager["0"])
     torch.testing.assert_close(kept["8"], eager["8"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["eagle3", "peagle"])
+def test_a_gpu_gives_the_gradients_of_the_cpu(number: int) -> None:
+    """Flex attention, compiled, against the exact path."""
+    from benchmarks.train_gpu import against_the_cpu, cases
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert against_the_cpu(cases(is_small=True)[number], torch.device("cuda", 0))

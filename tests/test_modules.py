@@ -33,6 +33,7 @@ KINDS = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
+    "proportional": {"factor": 2.0},
     "longrope": {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16},
 }
 

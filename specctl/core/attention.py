@@ -37,11 +37,16 @@ def bind(plan: Plan, window: int | None) -> Bound:
 
     With a `window` an element sees only positions less than `window` before its own.
     """
+    if is_gpu(plan.anchors_Q.device):
+        return bind_flex(plan, window)
+    return lambda query, core, own: attend_exactly(query, core, own, plan, window)
+
+
+def bind_flex(plan: Plan, window: int | None) -> Bound:
+    """`bind` by flex attention, on any device; on the CPU it has no gradient."""
     mask: list[Any] = []
 
     def attend(query: torch.Tensor, core: KeysValues, own: KeysValues | None) -> torch.Tensor:
-        if not is_gpu(query.device):
-            return attend_exactly(query, core, own, plan, window)
         if not mask:  # one mask for all layers
             mask.append(_block_mask(plan, core[0].shape[0], window))
         return _flex(query, core, own, mask[0])
@@ -89,7 +94,8 @@ def _flex(query: torch.Tensor, core: KeysValues, own: KeysValues | None, mask: A
     from torch.nn.attention.flex_attention import flex_attention
 
     key, value = core if own is None else (torch.cat(pair) for pair in zip(core, own, strict=True))
-    call = _compiled_flex() if query.shape[-1] >= SMALLEST_COMPILED_HEAD else flex_attention
+    is_compiled = is_gpu(query.device) and query.shape[-1] >= SMALLEST_COMPILED_HEAD
+    call = _compiled_flex() if is_compiled else flex_attention
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out: torch.Tensor = call(q, k, v, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
     return out[0].transpose(0, 1)
