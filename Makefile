@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 TARGET := .cache/targets/smollm2
 DEMO   ?= .cache/demo
 
-.PHONY: demo test test-slow check target fixtures bench docs format clean
+.PHONY: demo test test-slow check target fixtures bench bench-train bench-growth docs format clean
 
 # PyTorch first and pinned, so that a CPU machine does not pull a CUDA build.
 $(READY): pyproject.toml
@@ -44,6 +44,22 @@ fixtures: $(READY)
 bench: target
 	@test -f $(DEMO)/answers.jsonl || $(MAKE) demo
 	$(BIN)/python benchmarks/extract.py --target $(TARGET) --chats $(DEMO)/answers.jsonl
+
+# What speculators needs to be imported, and not the video and audio packages that it asks for.
+SPECULATORS := .cache/speculators-venv
+$(SPECULATORS)/.ready:
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check \
+	  'numpy>=2' 'transformers<=5.19.0' pydantic pydantic-settings loguru openai 'datasets<=5.1.0'
+	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+bench-train: $(SPECULATORS)/.ready | $(READY)
+	$(BIN)/python benchmarks/train.py --speculators-venv $(SPECULATORS)
+
+bench-growth: $(READY)
+	$(BIN)/python benchmarks/train.py --growth --rounds 1
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py

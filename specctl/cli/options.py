@@ -89,7 +89,8 @@ def _typed(key: str, value: Any, expected: Any, path: Path) -> Any:
     options = get_args(expected) if get_origin(expected) in (UnionType, Union) else (expected,)
     for option in options:
         if get_origin(option) is tuple and isinstance(value, (list, str)):
-            return tuple(value) if isinstance(value, list) else (value,)
+            items = value if isinstance(value, list) else [value]
+            return tuple(_typed(f"{key}[{i}]", item, get_args(option)[0], path) for i, item in enumerate(items))
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):

@@ -86,6 +86,11 @@ class Corpus:
             final,
         )
 
+    def teaches(self, place: Place) -> bool:
+        """Whether a sample has a supervised token that a draft is scored on: none before its third."""
+        reader = self._reader(place.folder, place.shard)
+        return bool(reader.loss_mask()[place.begin + 2 : place.end].any())
+
     def _open(self, folder: int, shard: int) -> ShardReader:
         manifest = self.manifests[folder]
         entry = manifest.shards[shard]

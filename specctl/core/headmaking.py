@@ -6,6 +6,7 @@ stored or run: no quantization, no ties, no implementation, no code (vllm-projec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def fresh_head(config: TrainConfig, parts: TargetParts, aux_ids: Sequence[int], 
             "multiple of key-value heads, and head_dim even"
         )
     vocab = min(config.draft_vocab_size or DEFAULT_DRAFT_VOCAB, facts.vocab_size)
+    if config.draft_vocab_size is not None and config.draft_vocab_size > vocab:
+        raise UsageError(f"`--draft-vocab-size {config.draft_vocab_size}` is not from 1 to the target's {vocab}")
     eos = facts.eos_token_ids
     return HeadConfig(
         block="llama",
@@ -116,6 +119,9 @@ def warm_model(
     missing = sorted(set(state) - set(found))
     if missing:
         raise InputError(f"the draft to start from has no `{missing[0]}`", where=config.init_from)
+    broken = [name for name, tensor in found.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise InputError(f"`{broken[0]}` of the draft to start from is not finite", where=config.init_from)
     model.load_state_dict({name: found[name].to(state[name].dtype).reshape(state[name].shape) for name in state})
     model.embed_tokens.weight.requires_grad_(trains_embedding(config, head))
     return model
@@ -166,6 +172,12 @@ def _rope(config: TrainConfig, rope: Mapping[str, Any] | None) -> Mapping[str, A
         raise UsageError(
             "the target's config says no `rope_theta`, so the draft's cannot follow it",
             hint="pass it in the config file, as in `rope_theta = 10000.0`",
+        )
+    theta = rope["rope_theta"]
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise UsageError(
+            f"the target's config says `rope_theta` {theta!r}, which is no number above 0",
+            hint="correct it there, or pass it in the config file, as in `rope_theta = 10000.0`",
         )
     # A draft rotates its whole head: runtimes disagree about partial rotation (vllm-project/speculators#613).
     return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from specctl.errors import NotSupportedError
+from specctl.errors import NotSupportedError, UsageError
 from specctl.records.head import HeadConfig
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Kinds whose frequencies depend on the longest position of a call."""
+
+_UNUSABLE = (LookupError, RuntimeError, TypeError, ValueError, ArithmeticError)
+"""What transformers raises for settings that are missing, of another length or of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,16 @@ class Phases:
 class Rotary:
     """The phases of a head's rope. No module: its frequencies must never be cast with the weights.
 
-    Raises NotSupportedError for a `rope_type` that transformers does not know.
+    Raises NotSupportedError for a `rope_type` that transformers does not know, UsageError for settings that
+    give no frequencies.
     """
 
     def __init__(self, head: HeadConfig) -> None:
         self._kind = str(head.rope.get("rope_type", "default"))
         self._config = None if self._kind == "default" else _transformers_config(head, self._kind)
         self.inv_freq, self._scale = self._frequencies(head.rope, head.head_dim)
+        if not bool(((self.inv_freq > 0) & self.inv_freq.isfinite()).all()):
+            raise UsageError(f"the rope settings {dict(head.rope)} give frequencies that are not finite and above 0")
 
     def __call__(self, positions_N: torch.Tensor, dtype: torch.dtype) -> Phases:
         """The phases at `positions_N` int64 [N], for a model computing in `dtype`."""
@@ -82,17 +88,31 @@ def _transformers_config(head: HeadConfig, kind: str) -> Any:
             f"rope type `{kind}` is not known to transformers",
             hint=f"there are: default, {', '.join(ROPE_INIT_FUNCTIONS)}",
         )
-    return LlamaConfig(
-        hidden_size=head.num_attention_heads * head.head_dim,
-        num_attention_heads=head.num_attention_heads,
-        head_dim=head.head_dim,
-        max_position_embeddings=head.max_position_embeddings or 2048,
-        rope_parameters=dict(head.rope),
-    )
+    try:
+        return LlamaConfig(
+            hidden_size=head.num_attention_heads * head.head_dim,
+            num_attention_heads=head.num_attention_heads,
+            head_dim=head.head_dim,
+            max_position_embeddings=head.max_position_embeddings or 2048,
+            rope_parameters=dict(head.rope),
+        )
+    except _UNUSABLE as error:
+        raise _unusable(head.rope, head.head_dim, error) from error
 
 
 def _initialise(config: Any, kind: str, length: int | None) -> tuple[torch.Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), length)
+    try:
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), length)
+    except _UNUSABLE as error:
+        raise _unusable(config.rope_parameters, config.head_dim, error) from error
     return inv_freq.float(), float(scale)
+
+
+def _unusable(rope: Mapping[str, Any], head_dim: int, error: Exception) -> UsageError:
+    reason = str(error.args[0] if error.args else error)
+    return UsageError(
+        f"the rope settings {dict(rope)} make no rope for heads of {head_dim}: {reason}",
+        hint="correct them in the target's config.json, or pass `rope_theta` in the config file for a plain rope",
+    )

@@ -15,7 +15,6 @@ import torch
 from specctl.core.corpus import Corpus, Place, Sample
 from specctl.core.losses import Teacher
 from specctl.core.packing import Row
-from specctl.errors import SpecctlError
 from specctl.records.draft import DraftBatch
 
 AHEAD = 4
@@ -91,7 +90,7 @@ def loaded_ahead(corpus: Corpus, rows: Iterable[Row], greedy: GreedyTokens | Non
                 if is_closed.is_set():
                     return
             _put(done, None, is_closed)
-        except (SpecctlError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever it is: the trainer waits for this thread and would wait for ever
             _put(done, error, is_closed)
 
     thread = threading.Thread(target=work, name="specctl-rows", daemon=True)

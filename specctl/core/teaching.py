@@ -23,7 +23,10 @@ _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """The target's facts and tables: embedding and head [V, D] as stored (a tied head is the embedding)."""
+    """The target's facts and tables: embedding and head [V, D] as stored (a tied head is the embedding).
+
+    `fingerprint` is that of its weight files, as shards record it.
+    """
 
     files: TargetFiles
     embedding: torch.Tensor
@@ -31,16 +34,18 @@ class TargetParts:
     scale: float
     softcap: float | None
     settings: Mapping[str, Any]
+    fingerprint: str
 
 
 def read_parts(name: str, revision: str | None = None) -> TargetParts:
     """The parts of a target that training needs, mapped, not loaded. Raises TargetError."""
     folder, gguf_file = resolve(name, revision)
+    fingerprint = weights_fingerprint(folder, gguf_file)
     if gguf_file is not None:
         from huggingface_hub.constants import HF_HOME
 
         cache = Path(HF_HOME) / "specctl" / "gguf"
-        folder = gguf.dequantize(folder / gguf_file, cache, weights_fingerprint(folder, gguf_file))
+        folder = gguf.dequantize(folder / gguf_file, cache, fingerprint)
     files = read_target(folder, None if Path(name).exists() else name)
     if files.embedding is None or files.lm_head is None:
         what = "embedding" if files.embedding is None else "head"
@@ -48,7 +53,13 @@ def read_parts(name: str, revision: str | None = None) -> TargetParts:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _, text = text_settings(raw)
     return TargetParts(
-        files, mapped(files.embedding), mapped(files.lm_head), _scale(text), text.get("final_logit_softcapping"), text
+        files=files,
+        embedding=mapped(files.embedding),
+        head=mapped(files.lm_head),
+        scale=_scale(text),
+        softcap=text.get("final_logit_softcapping"),
+        settings=text,
+        fingerprint=fingerprint,
     )
 
 

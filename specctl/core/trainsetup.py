@@ -6,6 +6,7 @@ Raises before anything is trained for whatever does not fit together.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,12 @@ from specctl.core import headmaking
 from specctl.core.corpus import Corpus, Place, boundaries_of, complete_manifest, is_held_out, needs_final_norm
 from specctl.core.device import DTYPES, is_gpu
 from specctl.core.finalnorm import read_final_norm
-from specctl.core.packing import rows_per_epoch
+from specctl.core.packing import epoch_order, rows_per_epoch
 from specctl.core.teaching import TargetParts, read_parts
 from specctl.core.training import Task
 from specctl.core.trainlog import require_sink
-from specctl.core.vocab import choose_vocabulary, supervised_counts
+from specctl.core.vocab import choose_vocabulary, supervised_counts, token_counts
 from specctl.errors import DataError, UsageError
-from specctl.files import safetensors
 from specctl.records.draft import DraftSettings
 from specctl.records.head import HeadConfig
 from specctl.records.training import TrainConfig
@@ -68,6 +68,7 @@ def prepare(config: TrainConfig, device: torch.device) -> Ready:
     if not kept:
         raise DataError("no sample is left to train on", where=config.shards[0], hint="lower `--eval-fraction`")
     weights = config.weights or (1.0,) * len(folders)
+    _require_lessons(corpus, kept, weights)
     total_rows, total_steps = lengths(config, kept, weights)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if is_gpu(device) else "float32"
     task = Task(
@@ -110,7 +111,8 @@ def head_and_vocabulary(
     if not head.is_reduced:
         return head, None
     folders = [Path(folder) for folder in config.shards]
-    counts = supervised_counts(folders, config.weights or (1.0,) * len(folders))
+    weights = config.weights or (1.0,) * len(folders)
+    counts = supervised_counts(folders, weights, vocab_size=head.vocab_size)
     always = [*parts.files.facts.eos_token_ids]
     return head, choose_vocabulary(counts, head.draft_vocab_size, always)
 
@@ -118,11 +120,8 @@ def head_and_vocabulary(
 def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path]) -> None:
     """Refuse a reserved token that is missing, out of range, an end of text, or in the data.
 
-    Raises UsageError. Source: NVIDIA-NeMo/Automodel#2376.
+    Raises UsageError, ShardError without token counts. Source: NVIDIA-NeMo/Automodel#2376.
     """
-    from specctl.core.folder import TOKEN_COUNTS
-    from specctl.files.tensors import read_array
-
     token, facts = config.ptd_token_id, parts.files.facts
     if token is None:
         raise UsageError(
@@ -134,8 +133,7 @@ def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path
     if token in facts.eos_token_ids:
         raise UsageError(f"`--ptd-token-id {token}` ends the target's texts", hint="choose an id that never occurs")
     for folder in folders:
-        entries, _ = safetensors.read_header(folder / TOKEN_COUNTS)
-        count = int(read_array(entries["total"])[token])
+        count = int(token_counts(folder, "total", vocab_size=facts.vocab_size)[token])
         if count:
             raise UsageError(
                 f"`--ptd-token-id {token}` occurs {count} times in the training data",
@@ -153,6 +151,18 @@ def lengths(config: TrainConfig, places: Any, weights: tuple[float, ...]) -> tup
     return rows, math.ceil(rows / config.accumulate)
 
 
+def _require_lessons(corpus: Corpus, kept: Sequence[Place], weights: tuple[float, ...]) -> None:
+    """Raises DataError where an epoch would have no sample, or no sample anything to learn from."""
+    if not epoch_order(kept, epoch=0, seed=0, weights=weights):
+        raise DataError(f"the `weights` {list(weights)} take no sample of {len(kept)}", hint="raise them")
+    # The first sample answers in nearly every folder.
+    if not any(corpus.teaches(place) for place in kept if weights[place.folder]):
+        raise DataError(
+            "no sample has a supervised token from its third on, and a draft can be scored on no other",
+            where=str(corpus.folders[0]),
+        )
+
+
 def _require_target(parts: TargetParts, corpus: Corpus) -> None:
     facts, settings = parts.files.facts, corpus.manifests[0].settings
     for key, found in (
@@ -166,3 +176,9 @@ def _require_target(parts: TargetParts, corpus: Corpus) -> None:
                 where=str(corpus.folders[0]),
                 hint="name the target that the shards were extracted from",
             )
+    if settings.get("target_weights") != parts.fingerprint:
+        raise UsageError(
+            "the target's weights are not those that the states were made with",
+            where=facts.folder,
+            hint=f"the shards were made from `{corpus.manifests[0].provenance.get('target')}`",
+        )

@@ -11,28 +11,40 @@ from pathlib import Path
 import torch
 
 from specctl.core.folder import TOKEN_COUNTS
-from specctl.errors import ShardError, UsageError
+from specctl.errors import InputError, ShardError, UsageError
 from specctl.files.safetensors import read_header
 from specctl.files.tensors import read_array
 
 
-def supervised_counts(folders: Sequence[Path], weights: Sequence[float]) -> torch.Tensor:
-    """float64 [V]: how often each token is supervised in all folders. Raises ShardError."""
-    total: torch.Tensor | None = None
+def supervised_counts(folders: Sequence[Path], weights: Sequence[float], *, vocab_size: int) -> torch.Tensor:
+    """float64 [vocab_size]: how often each token is supervised in all folders. Raises ShardError."""
+    total = torch.zeros(vocab_size, dtype=torch.float64)
     for folder, weight in zip(folders, weights, strict=True):
-        path = folder / TOKEN_COUNTS
-        if not path.is_file():
-            raise ShardError(
-                "the folder has no token counts, so no draft vocabulary can be made",
-                where=str(folder),
-                hint="finish its `specctl extract`, or train over the whole vocabulary",
-            )
-        counts = torch.from_numpy(read_array(read_header(path)[0]["supervised"]).astype("float64")) * weight
-        if total is not None and total.shape != counts.shape:
-            raise ShardError("the shard folders have targets of different vocabularies", where=str(folder))
-        total = counts if total is None else total + counts
-    assert total is not None
+        total += token_counts(folder, "supervised", vocab_size=vocab_size).double() * weight
     return total
+
+
+def token_counts(folder: Path, name: str, *, vocab_size: int) -> torch.Tensor:
+    """int64 [vocab_size]: the `total` or `supervised` counts of a shard folder. Raises ShardError."""
+    path = folder / TOKEN_COUNTS
+    if not path.is_file():
+        raise ShardError(
+            f"the folder has no `{TOKEN_COUNTS}`, which the draft's vocabulary and reserved token rest on",
+            where=str(folder),
+            hint="finish its `specctl extract`, which counts tokens at its end",
+        )
+    try:
+        entry = read_header(path)[0].get(name)
+    except InputError as error:
+        raise ShardError(f"the token counts cannot be read: {error.message}", where=str(path)) from error
+    if entry is None or (entry.dtype, entry.shape) != ("I64", (vocab_size,)):
+        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise ShardError(
+            f"the token counts `{name}` are {found}; the target's vocabulary asks for I64 [{vocab_size}]",
+            where=str(path),
+            hint="name the target that the shards were extracted from, or extract again",
+        )
+    return torch.from_numpy(read_array(entry).copy())
 
 
 def choose_vocabulary(counts: torch.Tensor, size: int, always: Sequence[int]) -> torch.Tensor:

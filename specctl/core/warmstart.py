@@ -19,10 +19,17 @@ KEPT = ("num_draft_tokens", "aux_ids", "num_aux", "max_position_embeddings", "dt
 """Settings that follow the run instead of the earlier draft."""
 
 
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
+"""Settings that are the earlier draft's; a run that asks for others would not get them."""
+
+
 def warm_start(config: TrainConfig, head: HeadConfig, parts: TargetParts) -> DraftModel:
     """The model of `config.init_from` with its own shape and vocabulary map.
 
-    Raises UsageError when it reads other layers or drafts in another way than the run asks for.
+    Raises UsageError when it reads other layers, drafts in another way or has another shape than the run asks for.
     """
     assert config.init_from is not None
     checkpoint = open_checkpoint(Path(config.init_from))
@@ -39,5 +46,26 @@ def warm_start(config: TrainConfig, head: HeadConfig, parts: TargetParts) -> Dra
     if found.parallel_drafting != head.parallel_drafting:
         kind = "a P-EAGLE" if found.parallel_drafting else "an EAGLE-3"
         raise UsageError(f"the draft to start from is {kind} head", where=config.init_from)
+    _require_same(config, found)
     kept = {key: getattr(head, key) for key in KEPT}
     return headmaking.warm_model(config, replace(found, **kept), tensors, parts)
+
+
+def _require_same(config: TrainConfig, found: HeadConfig) -> None:
+    """Raises UsageError where the run asks for what the draft to start from is not."""
+    asked = {key: getattr(config, key) for key in SHAPE if getattr(config, key)}
+    asked |= {"num_hidden_layers": config.num_layers} if config.num_layers != 1 else {}
+    asked |= {"mask_token_id": config.ptd_token_id} if config.parallel_drafting else {}
+    for key, value in asked.items():
+        if getattr(found, key) != value:
+            raise UsageError(
+                f"the draft to start from has `{key}` {getattr(found, key)}, and the run asks for {value}",
+                where=config.init_from,
+                hint="leave the setting to the draft, or start afresh",
+            )
+    if config.rope_theta is not None and dict(found.rope) != {"rope_type": "default", "rope_theta": config.rope_theta}:
+        raise UsageError(
+            f"the draft to start from has the rope {dict(found.rope)}, and the run asks for theta {config.rope_theta}",
+            where=config.init_from,
+            hint="leave `rope_theta` out",
+        )

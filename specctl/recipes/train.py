@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from specctl.errors import InputError, InterruptedRun, MachineError, SettingsChangedError, UsageError
+from specctl.errors import InputError, InterruptedRun, MachineError, SettingsChangedError, SpecctlError, UsageError
 from specctl.records.check import CheckConfig
 from specctl.records.progress import Reporter, SilentReporter
 from specctl.records.provenance import versions
 from specctl.records.training import (
+    CHECKPOINTS,
     DRAFT,
     FIXED,
+    LOG_FILE,
     RUN_FILE,
     DepthScore,
     Evaluation,
@@ -24,6 +29,34 @@ from specctl.records.training import (
 )
 
 SCHEDULES = ("cosine", "linear", "constant")
+
+RANGES: Final[Mapping[str, tuple[Callable[[float], bool], tuple[str, ...]]]] = {
+    "not 1 or more": (
+        lambda value: value >= 1,
+        (
+            *("batch_tokens", "accumulate", "num_layers", "eval_every", "eval_rows", "save_every", "keep"),
+            *("log_every", "nproc", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        ),
+    ),
+    "not above 0 and finite": (
+        lambda value: 0 < value < math.inf,
+        (
+            *("max_steps", "epochs", "lr", "num_draft_tokens", "draft_vocab_size", "hidden_size", "head_dim"),
+            *("clip", "depth_decay", "rope_theta"),
+        ),
+    ),
+    "not 0 or more and finite": (lambda value: 0 <= value < math.inf, ("warmup", "weight_decay")),
+    "not from 0 to below 1": (lambda value: 0 <= value < 1, ("eval_fraction",)),
+    "not from 0 to 1": (lambda value: 0 <= value <= 1, ("min_lr", "max_bad_samples", "cod_ratio", "cod_floor")),
+    "not a number of 64 bits": (lambda value: -(1 << 63) <= value < 1 << 63, ("seed",)),
+}
+"""What a number must not be, and the settings that must not be so. No comparison holds for NaN."""
+
+FILE_ONLY: Final = (
+    *("clip", "eval_rows", "head_dim", "hidden_size", "intermediate_size", "log_every", "max_bad_samples", "min_lr"),
+    *("num_attention_heads", "num_key_value_heads", "rope_theta", "warmup", "weight_decay"),
+)
+"""Numbers that have no flag and are given in the config file."""
 
 
 def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
@@ -47,7 +80,7 @@ def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
     is_lead = world is None or world.rank == 0
     began = time.monotonic()
     if is_lead:
-        begin(config, out)
+        begin(config, out, reporter)
     try:
         if world is not None:
             parallel.run_in_world(world, TrainJob(config), pp=world.size, tp=1, device=config.device, reporter=reporter)
@@ -57,6 +90,10 @@ def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
         raise InterruptedRun(
             "interrupted", where=str(out), hint="`--resume` goes on from the last checkpoint; nothing saved is lost"
         ) from None
+    except SpecctlError:
+        if is_lead:
+            _forget(out)
+        raise
     if not is_lead:
         return None
     return report_on(config, out, time.monotonic() - began)
@@ -64,76 +101,100 @@ def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
 
 def refuse(config: TrainConfig) -> None:
     """Raises UsageError for values that have no meaning, before anything is read."""
-    for name in ("batch_tokens", "accumulate", "num_layers", "eval_every", "save_every", "keep", "log_every", "nproc"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"`--{name.replace('_', '-')} {getattr(config, name)}` is not 1 or more")
+    if not config.shards:
+        raise UsageError("no shard folder is given", hint="name the folders that `specctl extract` wrote")
+    _refuse_numbers(config)
     if config.max_steps is not None and config.epochs is not None:
         raise UsageError("`--max-steps` and `--epochs` both say how long to train", hint="give one of the two")
-    amounts = ("max_steps", "epochs", "lr", "num_draft_tokens", "draft_vocab_size", "hidden_size", "head_dim")
-    for name, value in ((name.replace("_", "-"), getattr(config, name)) for name in amounts):
-        if value is not None and value <= 0:
-            raise UsageError(f"`--{name} {value}` is not above 0")
-    if not 0 <= config.eval_fraction < 1:
-        raise UsageError(f"`--eval-fraction {config.eval_fraction}` is not from 0 to below 1")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"`schedule` is `{config.schedule}`", hint=f"it is one of {', '.join(SCHEDULES)}")
     if config.init_head not in ("target", "fresh"):
         raise UsageError(f"`init_head` is `{config.init_head}`", hint="it is `target` or `fresh`")
-    if len(config.betas) != 2:
-        raise UsageError("`betas` are two numbers, as in [0.9, 0.95]")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise UsageError(f"`betas` are {list(config.betas)}; they are two numbers from 0 to below 1, as in [0.9, 0.95]")
     if config.weights and len(config.weights) != len(config.shards):
         raise UsageError(f"{len(config.weights)} `weights` for {len(config.shards)} shard folders")
+    if config.weights and not (all(0 <= weight < math.inf for weight in config.weights) and any(config.weights)):
+        raise UsageError(f"`weights` are {list(config.weights)}; each is 0 or more and finite, and one above 0")
     if config.ptd_token_id is not None and not config.parallel_drafting:
         raise UsageError("`--ptd-token-id` has a meaning only with `--parallel-drafting`")
     if config.dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"`--dtype {config.dtype}` is not auto, float32 or bfloat16")
 
 
-def begin(config: TrainConfig, out: Path) -> None:
+def _refuse_numbers(config: TrainConfig) -> None:
+    for what, (is_right, names) in RANGES.items():
+        for name, value in ((name, getattr(config, name)) for name in names):
+            if value is not None and not is_right(value):
+                spelled = f"{name} =" if name in FILE_ONLY else f"--{name.replace('_', '-')}"
+                raise UsageError(f"`{spelled} {value}` is {what}")
+
+
+def begin(config: TrainConfig, out: Path, reporter: Reporter) -> None:
     """Make the run's folder, or see that this run fits the one there.
 
     Raises SettingsChangedError listing what differs, UsageError for a folder that is in the way.
     """
-    record = {"settings": settings_of(config), "config": asdict(config), "versions": dict(versions())}
-    run = out / RUN_FILE
+    from specctl.core.folder import write_atomic
+
+    settings, run = settings_of(config), out / RUN_FILE
+    record = {"settings": settings, "config": asdict(config), "versions": dict(versions())}
     try:
         if run.exists():
-            _continue(config, out, run)
+            _continue(config, settings, run, reporter)
         elif out.exists() and any(out.iterdir()):
             raise UsageError(f"`--out {out}` holds other files", hint="choose another folder for this run")
         elif config.resume:
             raise UsageError("there is nothing to resume", where=str(out), hint="leave `--resume` out to start")
         out.mkdir(parents=True, exist_ok=True)
-        run.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_atomic(run, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise MachineError(f"the run's folder cannot be written: {error.strerror}", where=str(out)) from error
 
 
 def settings_of(config: TrainConfig) -> Mapping[str, Any]:
-    """The settings that a resumed run has to share, as JSON holds them."""
+    """The settings that a resumed run has to share, as JSON holds them. Raises ShardError."""
     values = {key: getattr(config, key) for key in FIXED}
     values["shards"] = [str(Path(folder).resolve()) for folder in config.shards]
+    values["shard_contents"] = [_contents(Path(folder)) for folder in config.shards]
     plain: Mapping[str, Any] = json.loads(json.dumps(values))
     return plain
 
 
-def _continue(config: TrainConfig, out: Path, run: Path) -> None:
+def _contents(folder: Path) -> str:
+    """What tells the shards of a folder from others that took their place."""
+    from specctl.core.folder import read_manifest
+
+    files = [(entry.file, entry.checksum) for entry in read_manifest(folder).shards]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+
+
+def _forget(out: Path) -> None:
+    """Remove the record of a run that failed before its first step, so that the corrected command can run."""
+    if not (out / LOG_FILE).exists() and not (out / CHECKPOINTS).exists():
+        with contextlib.suppress(OSError):
+            (out / RUN_FILE).unlink()
+
+
+def _continue(config: TrainConfig, new: Mapping[str, Any], run: Path, reporter: Reporter) -> None:
     try:
-        old = json.loads(run.read_text(encoding="utf-8"))["settings"]
+        old = {**json.loads(run.read_text(encoding="utf-8"))["settings"]}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError("the run's settings cannot be read", where=str(run)) from error
     if not config.resume:
         raise UsageError(
-            f"`--out {out}` holds a run already", hint="`--resume` goes on with it; or choose another folder"
+            f"`--out {config.out}` holds a run already", hint="`--resume` goes on with it; or choose another folder"
         )
-    new = settings_of(config)
-    differing = [f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
+    differing = [f"{key}: {old[key]} -> {new[key]}" for key in new if key in old and old[key] != new[key]]
     if differing:
         raise SettingsChangedError(
             "the run was started with other settings: " + "; ".join(differing),
             where=str(run),
             hint="resume with the same settings, or start another run with `--init-from` this one's draft",
         )
+    unsaid = [f"`{key}`" for key in new if key not in old]
+    if unsaid:
+        reporter.note(f"the run was started by a specctl that did not record {', '.join(unsaid)}; taken as given now")
 
 
 def report_on(config: TrainConfig, out: Path, seconds: float) -> TrainReport:

@@ -34,7 +34,7 @@ def plan_training(config: TrainConfig, reporter: Reporter) -> TrainPlan:
     share = 1.0
     if ready.vocabulary is not None:
         folders = [Path(folder) for folder in config.shards]
-        share = coverage(supervised_counts(folders, task.weights), ready.vocabulary)
+        share = coverage(supervised_counts(folders, task.weights, vocab_size=head.vocab_size), ready.vocabulary)
     state = 4 * (others + embedding) + 8 * trained
     served = 2 * (trained if trains_embedding(config, head) else others)
     return TrainPlan(
