@@ -33,7 +33,7 @@ def evaluate(trainer: Trainer, step: int, *, greedy: GreedyTokens) -> Evaluation
     for row in _shared_out(rows, ranks.rank, ranks.size):
         sums += _row_sums(trainer, row, greedy, sums)
     ranks.sum([sums])
-    return _evaluation(sums, depths, step) if float(sums[-1]) else None
+    return _evaluation(sums, depths, step, is_labelled=task.settings.loss == "ce") if float(sums[-1]) else None
 
 
 def _shared_out(rows: Sequence[Row], rank: int, size: int) -> list[Row | None]:
@@ -65,12 +65,13 @@ def _row_sums(trainer: Trainer, row: Row | None, greedy: GreedyTokens, like: tor
     return torch.cat((by_depth, rest.double()))
 
 
-def _evaluation(sums: torch.Tensor, num_depths: int, step: int) -> Evaluation:
+def _evaluation(sums: torch.Tensor, num_depths: int, step: int, *, is_labelled: bool) -> Evaluation:
+    """Rates are shares of all that was scored; with labels, what lies outside the vocabulary has no loss."""
     loss, weight, tokens = sums[-3:].tolist()
     columns = sums[:-3].view(len(SUMS), num_depths).T.tolist()
-    depths = tuple(
-        DepthScore(depth, nats / max(n, 1), hits / max(n, 1), joint / max(chains, 1), outside / max(n, 1))
-        for depth, (n, nats, hits, outside, chains, joint) in enumerate(columns)
-    )
+    depths = []
+    for depth, (n, nats, hits, outside, chains, joint) in enumerate(columns):
+        every = max(n + outside if is_labelled else n, 1)
+        depths.append(DepthScore(depth, nats / max(n, 1), hits / every, joint / max(chains, 1), outside / every))
     acceptance = 1.0 + sum(depth.joint_rate for depth in depths)
-    return Evaluation(step, int(tokens), loss / max(weight, 1e-9), acceptance, depths)
+    return Evaluation(step, int(tokens), loss / max(weight, 1e-9), acceptance, tuple(depths))
