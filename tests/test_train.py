@@ -20,7 +20,7 @@ from specctl.core import trainstate
 from specctl.core.corpus import Corpus, boundaries_of, is_held_out
 from specctl.core.packing import epoch_order, pack, training_rows
 from specctl.core.placement import Placement
-from specctl.core.trainrun import TrainJob
+from specctl.core.trainrun import TrainJob, first_model
 from specctl.core.trainsetup import prepare
 from specctl.core.vocab import choose_vocabulary, coverage
 from specctl.errors import DataError, SettingsChangedError, ShardError, UsageError
@@ -136,6 +136,19 @@ def test_a_frozen_embedding_is_left_to_the_target_and_a_trained_one_is_saved(con
     other = replace(parallel(config), out=config.out + "-p")
     train(other, QUIET)
     assert weights(other.out)["embed_tokens.weight"].shape == (264, 32)
+
+
+@pytest.mark.parametrize("part", ["train_embedding", "train_head"])
+def test_a_frozen_part_does_not_move(part, config) -> None:
+    """The optimizer's decay would move it too, if it were among its parameters."""
+    frozen = replace(parallel(config), **{part: False}, weight_decay=0.1)
+    setup = prepare(frozen, torch.device("cpu"))
+    before = first_model(setup, frozen).state_dict()
+    train(frozen, QUIET)
+    after = masters(config.out)
+    name = {"train_embedding": "embed_tokens.weight", "train_head": "lm_head.weight"}[part]
+    for key in (key for key in after if after[key].is_floating_point()):
+        assert torch.equal(before[key], after[key]) == (key == name), key
 
 
 def test_a_tied_target_teaches_with_its_embedding_and_the_draft_is_not_tied(tiny, config, tmp_path) -> None:

@@ -670,3 +670,72 @@ def test_a_text_learned_by_heart_is_accepted_throughout_once_the_draft_is_served
     found = decode_greedily(target, draft, PROMPT, max_new_tokens=NEW, num_draft_tokens=K)
     assert list(found.tokens) == text
     assert found.acceptance_length() == K + 1
+
+
+def test_bytes_spoiled_inside_a_checkpoint_are_an_error_with_its_place(config) -> None:
+    run = replace(config, max_steps=2, save_every=1)
+    train(run, QUIET)
+    state = trainstate.checkpoints(Path(run.out))[-1] / "state.pt"
+    data = state.read_bytes()
+    state.write_bytes(data[:200] + b"\xff" * 64 + data[264:])
+    with pytest.raises(InputError, match="cannot be continued from"):
+        train(replace(run, max_steps=3, resume=True), QUIET)
+
+
+def test_progress_of_another_type_is_an_error_with_its_place(config) -> None:
+    run = replace(config, max_steps=2, save_every=1)
+    train(run, QUIET)
+    state = trainstate.checkpoints(Path(run.out))[-1] / "state.pt"
+    record = torch.load(state, weights_only=True)
+    record["progress"]["step"] = "two"
+    torch.save(record, state)
+    with pytest.raises(InputError, match="cannot be continued from"):
+        train(replace(run, max_steps=3, resume=True), QUIET)
+
+
+@pytest.mark.parametrize("left", ["nothing", "older"])
+def test_a_kill_between_the_checkpoint_and_the_draft_leaves_a_run_that_makes_it(left: str, config) -> None:
+    """A finished run left no servable export, or that of the step before (NVIDIA-NeMo/Automodel#2898)."""
+    run = replace(config, max_steps=2, save_every=1)
+    train(run, QUIET)
+    draft = Path(run.out) / "draft"
+    whole = (draft / "model.safetensors").read_bytes()
+    (Path(run.out) / ".result.json").unlink()
+    if left == "nothing":
+        shutil.rmtree(draft)
+    else:
+        tensors = weights(draft)
+        tensors["norm.weight"] = tensors["norm.weight"] * 2
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    report = train(replace(run, resume=True), QUIET)
+    assert report is not None and report.passes
+    assert (draft / "model.safetensors").read_bytes() == whole
+
+
+def test_a_run_whose_loss_is_not_finite_is_no_success(config) -> None:
+    """Steps at infinity were skipped without a word, and the draft was saved and passed."""
+    with pytest.raises(SpecctlError):
+        train(replace(config, lr=1e30, max_steps=12), QUIET)
+
+
+def test_a_run_of_bad_samples_alone_is_no_success(config, tmp_path) -> None:
+    folder = Path(shutil.copytree(config.shards[0], tmp_path / "bad"))
+    (path,) = (folder / "shards").glob("*.safetensors")
+    from specctl.files.safetensors import read_header
+
+    entry, data = read_header(path)[0]["hidden.4"], bytearray(path.read_bytes())
+    data[entry.begin : entry.begin + entry.nbytes] = np.full(entry.nbytes // 4, np.nan, np.float32).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(SpecctlError, match="not finite"):
+        train(replace(config, shards=(str(folder),), max_steps=1), QUIET)
+
+
+def test_the_log_is_json_for_readers_that_know_no_nan(config) -> None:
+    with pytest.raises(UsageError, match="no gradient of the last"):
+        train(replace(config, lr=1e30, max_steps=4, log_every=1), QUIET)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} in the log")
+
+    for line in (Path(config.out) / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

@@ -17,6 +17,7 @@ from typing import Any
 
 from specctl import __version__
 from specctl.errors import EXIT_BUG, EXIT_NO, EXIT_YES, MachineError, SpecctlError
+from specctl.files.jsonfile import to_json
 
 LONGEST_VALUE = 2000
 
@@ -100,7 +101,7 @@ def show_json(command: str, ok: bool, report: Any) -> None:
     """One JSON object on stdout; field names are those of the report's dataclass."""
     body = dataclasses.asdict(report) if dataclasses.is_dataclass(report) and not isinstance(report, type) else report
     record = {"specctl": __version__, "command": command, "ok": ok, "report": body}
-    text = json.dumps(record, ensure_ascii=False, default=str)
+    text = to_json(record)
     # JSON has an escape of its own for what a terminal would obey; above plane 0 it takes two.
     _write(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
 

@@ -88,8 +88,14 @@ def fresh_model(
             if config.init_head == "target":
                 rows = parts.head if vocabulary is None else parts.head[vocabulary]
                 model.lm_head.weight.copy_(rows)
-    model.embed_tokens.weight.requires_grad_(trains_embedding(config, head))
+    _freeze(model, config)
     return model
+
+
+def _freeze(model: DraftModel, config: TrainConfig) -> None:
+    """Leave what is not trained without gradients."""
+    model.embed_tokens.weight.requires_grad_(trains_embedding(config, model.head))
+    model.lm_head.weight.requires_grad_(config.train_head)
 
 
 def trains_embedding(config: TrainConfig, head: HeadConfig) -> bool:
@@ -123,7 +129,7 @@ def warm_model(
     if broken:
         raise InputError(f"`{broken[0]}` of the draft to start from is not finite", where=config.init_from)
     model.load_state_dict({name: found[name].to(state[name].dtype).reshape(state[name].shape) for name in state})
-    model.embed_tokens.weight.requires_grad_(trains_embedding(config, head))
+    _freeze(model, config)
     return model
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
 from specctl.core.attention import Attend, KeysValues, attend_cached
@@ -31,7 +32,8 @@ class DraftModel(nn.Module):
     """A draft head as `HeadConfig` describes it; its `state_dict` has the canonical names and shapes.
 
     Fresh weights are drawn from `generator`. `d2t` (int64 offsets) and `t2d` (bool) are buffers, there
-    iff the vocabulary is reduced; fresh ones keep the first W ids, see `set_vocabulary`.
+    iff the vocabulary is reduced; fresh ones keep the first W ids, see `set_vocabulary`. With
+    `embeds_sparsely` the embedding's gradient holds the rows that were looked up and no others.
     """
 
     d2t: torch.Tensor
@@ -40,6 +42,7 @@ class DraftModel(nn.Module):
     def __init__(self, head: HeadConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.head = head
+        self.embeds_sparsely = False
         hidden, eps = head.hidden_size, head.rms_norm_eps
         self.embed_tokens = nn.Embedding(head.vocab_size, hidden)
         if head.use_aux:
@@ -65,8 +68,7 @@ class DraftModel(nn.Module):
 
     def embed(self, token_ids_N: torch.Tensor) -> torch.Tensor:
         """[N, H] in the dtype of the layers; ids are the target's."""
-        out: torch.Tensor = self.embed_tokens(token_ids_N)
-        return out
+        return embedding(token_ids_N, self.embed_tokens.weight, sparse=self.embeds_sparsely)
 
     def lead(self, token_ids_N: torch.Tensor) -> Lead:
         """What these tokens bring into the layers: rows to pick from, computed once for all steps and depths.

@@ -47,9 +47,9 @@ class Replicas:
         if not self.is_sharded:
             self.sum(gradients)
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], limit: float) -> float:
-        """Scale the gradients down to a norm of `limit` over all ranks; the norm before."""
-        return float(whole(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+    def norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        """The norm of all gradients together, over all ranks' shares."""
+        return float(whole(torch.nn.utils.get_total_norm(gradients)))
 
     def wait(self) -> None:
         """Wait for all ranks."""

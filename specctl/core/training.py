@@ -20,16 +20,20 @@ import torch
 from specctl.core.corpus import Corpus, Place
 from specctl.core.losses import Teacher
 from specctl.core.modules import DraftModel
+from specctl.core.optimizer import apply_gradients, gradients_of
 from specctl.core.packing import Row, training_rows
 from specctl.core.replicas import Replicas
 from specctl.core.rowloader import GreedyTokens, Loaded, loaded_ahead, moved
 from specctl.core.trainstate import Progress
-from specctl.errors import DataError
+from specctl.errors import DataError, UsageError
 from specctl.records.draft import DraftBatch, DraftSettings, LossReport
 from specctl.records.training import TrainConfig
 
 BAD_SAMPLES_BEFORE_THE_LIMIT = 8
 """A share of a few samples means nothing."""
+
+SKIPPED_BEFORE_THE_END = 5
+"""Steps in a row without a finite gradient, after which no later one will have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,15 @@ class Trainer:
     task: Task
     model: DraftModel
     teacher: Teacher
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.AdamW
     replicas: Replicas
     progress: Progress = field(default_factory=Progress)
 
     def steps(self) -> Iterator[StepReport]:
         """One report after each optimizer step, from the current progress to the last.
 
-        Raises DataError when more samples are bad than `max_bad_samples` allows.
+        Raises DataError when more samples are bad than `max_bad_samples` allows, UsageError when the
+        gradients stay without a finite value.
         """
         greedy = GreedyTokens(self.teacher)
         local = (row for window in step_windows(self.task, self.progress.rows) for row in self._mine(window))
@@ -83,6 +88,8 @@ class Trainer:
             for window in step_windows(self.task, self.progress.rows):
                 began = time.monotonic()
                 report = self._step([next(loaded) for _ in self._mine(window)], len(window), began)
+                self._refuse_bad_data()
+                self._refuse_divergence(report)
                 yield report
         finally:
             loaded.close()  # type: ignore[attr-defined]
@@ -101,6 +108,7 @@ class Trainer:
         lr = learning_rate(self.task, self.progress.step)
         norm = self._update(weight, lr)
         done = self.progress
+        mean = loss / weight if weight else done.loss
         self.progress = Progress(
             step=done.step + 1,
             rows=done.rows + num_rows,
@@ -109,9 +117,10 @@ class Trainer:
             samples=done.samples + int(samples),
             bad_samples=done.bad_samples + int(bad),
             seconds=done.seconds + time.monotonic() - began,
+            loss=mean,
+            skipped=0 if math.isfinite(norm) else done.skipped + 1,
         )
-        self._refuse_bad_data()
-        return StepReport(self.progress, loss / weight if weight else math.nan, norm, lr)
+        return StepReport(self.progress, mean, norm, lr)
 
     def _idle_rounds(self, num_rows: int) -> int:
         """How often every rank of a shared model runs in a step; 0 where ranks need not wait for each other."""
@@ -149,31 +158,34 @@ class Trainer:
         return report
 
     def _update(self, weight: float, lr: float) -> float:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = gradients_of(p for p in self.model.parameters() if p.requires_grad)
         self.replicas.sum_gradients(gradients)
-        if not weight:
+        norm = self.replicas.norm(gradients) / weight if weight else 0.0
+        if not weight or not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            return 0.0
-        torch._foreach_mul_(gradients, 1.0 / weight)
-        norm = self.replicas.clip(parameters, self.task.config.clip)
-        if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            return norm
+        # To the mean and within the clip in one pass.
+        torch._foreach_mul_(gradients, min(1.0, self.task.config.clip / (norm + 1e-6)) / weight)
+        apply_gradients(self.optimizer, lr)
         return norm
 
     def _refuse_bad_data(self) -> None:
         bad, good = self.progress.bad_samples, self.progress.samples
         limit = self.task.config.max_bad_samples
-        if bad > BAD_SAMPLES_BEFORE_THE_LIMIT and bad > limit * (bad + good):
+        is_over = bad > BAD_SAMPLES_BEFORE_THE_LIMIT and bad > limit * (bad + good)
+        if is_over or (bad > good and self.progress.step == self.task.total_steps):
             raise DataError(
                 f"{bad} of {bad + good} samples hold states that are not finite; the limit is {limit:.2%}",
                 hint="`specctl extract --verify` finds what is wrong with the shards",
+            )
+
+    def _refuse_divergence(self, report: StepReport) -> None:
+        done = report.progress
+        if done.skipped >= SKIPPED_BEFORE_THE_END or (done.skipped and done.step == self.task.total_steps):
+            raise UsageError(
+                f"no gradient of the last {done.skipped} steps, up to step {done.step}, is finite",
+                where=self.task.config.out,
+                hint="lower `--lr` or `clip`; `--resume` goes on from the last checkpoint, which is finite",
             )
 
 

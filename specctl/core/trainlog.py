@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from specctl.errors import UsageError
+from specctl.files.jsonfile import to_json
 from specctl.records.training import LOG_FILE
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -35,7 +35,7 @@ class RunLog:
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         """One line of JSON, and its numbers to the sink."""
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        self._file.write(to_json({"kind": kind, **record}) + "\n")
         self._file.flush()
         if self._sink is not None:
             numbers = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

@@ -5,8 +5,6 @@ The job is picklable, so that it runs on any rank.
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,6 +18,7 @@ from specctl import plugins
 from specctl.core import headmaking, trainstate
 from specctl.core.device import peak_memory, pick_device
 from specctl.core.modules import DraftModel
+from specctl.core.optimizer import make_optimizer
 from specctl.core.placement import Placement
 from specctl.core.replicas import Replicas, whole
 from specctl.core.rowloader import GreedyTokens
@@ -32,6 +31,7 @@ from specctl.errors import MachineError
 from specctl.files.durable import new_folder
 from specctl.files.head import Asked
 from specctl.files.headfolder import write_head
+from specctl.files.jsonfile import to_json
 from specctl.records.progress import Reporter
 from specctl.records.training import DRAFT, Evaluation, TrainConfig
 
@@ -63,9 +63,13 @@ def make_trainer(ready: Ready, config: TrainConfig, replicas: Replicas) -> Train
     vocabulary = model.vocabulary()
     teacher = teacher_of(ready.parts, None if vocabulary is None else vocabulary.cpu(), task.compute_dtype, task.device)
     replicas.spread(model, task.device)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=task.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
+    # Sparse rows have another set of rows on each rank, which no sum over ranks takes.
+    model.embeds_sparsely = replicas.size == 1 and model.embed_tokens.weight.requires_grad
+    optimizer = make_optimizer(
+        (p for p in model.parameters() if p.requires_grad),
+        lr=task.lr,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
     )
     return Trainer(task, model, teacher, optimizer, replicas)
 
@@ -102,9 +106,12 @@ def run_loop(ready: Ready, trainer: Trainer, config: TrainConfig, reporter: Repo
             if step % config.save_every == 0 or is_last:
                 save(out, trainer, ready, is_lead=is_lead)
     reporter.stop()
-    # A run that was finished already keeps the result it had.
+    # A run that was finished already keeps the result it had; without one it was killed while saving.
+    if last is None and not (out / RESULT_FILE).exists():
+        save(out, trainer, ready, is_lead=is_lead)
+        scored = evaluate(trainer, trainer.progress.step, greedy=greedy)
     if is_lead and (last is not None or not (out / RESULT_FILE).exists()):
-        write_result(out, trainer, last, scored)
+        write_result(out, trainer, scored)
 
 
 def save(out: Path, trainer: Trainer, ready: Ready, *, is_lead: bool) -> None:
@@ -183,16 +190,16 @@ def evaluation_line(scored: Evaluation) -> str:
     )
 
 
-def write_result(out: Path, trainer: Trainer, last: StepReport | None, scored: Evaluation | None) -> None:
+def write_result(out: Path, trainer: Trainer, scored: Evaluation | None) -> None:
     """What the recipe reports, from the rank that knows it."""
     model = trainer.model
     record = {
         "progress": asdict(trainer.progress),
-        "loss": last.loss if last is not None else math.nan,
+        "loss": trainer.progress.loss,
         "evaluation": asdict(scored) if scored is not None else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "samples": len(trainer.task.training),
         "held_out": len(trainer.task.held_out),
     }
-    (out / RESULT_FILE).write_text(json.dumps(record), encoding="utf-8")
+    (out / RESULT_FILE).write_text(to_json(record), encoding="utf-8")

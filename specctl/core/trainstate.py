@@ -5,11 +5,13 @@ A checkpoint is a folder that appears whole or not at all; the newest whole one 
 
 from __future__ import annotations
 
+import math
+import pickle
 import random
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,25 @@ from specctl.files.durable import new_folder, sync_file
 from specctl.records.training import CHECKPOINTS
 
 STATE = "state.pt"
+_DAMAGED = (
+    OSError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
 _STEP = re.compile(r"step-(\d{9})")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: optimizer steps, rows taken, tokens and samples seen."""
+    """How far a run is: optimizer steps, rows taken, tokens and samples seen, and the last mean loss.
+
+    `skipped` counts the latest steps in a row that were not taken, for want of a finite gradient.
+    """
 
     step: int = 0
     rows: int = 0
@@ -35,6 +50,8 @@ class Progress:
     samples: int = 0
     bad_samples: int = 0
     seconds: float = 0.0
+    loss: float = math.nan
+    skipped: int = 0
 
 
 def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], progress: Progress) -> Path:
@@ -70,13 +87,32 @@ def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
         torch.set_rng_state(record["torch_rng"])
         version, words, gauss = record["python_rng"]
         random.setstate((version, tuple(words), gauss))
-        return Progress(**record["progress"])
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError, EOFError) as error:
+        return _progress(record["progress"])
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
         raise InputError(
             f"the checkpoint cannot be continued from: {(str(error) or repr(error)).splitlines()[0]}",
             where=str(path),
             hint="remove this checkpoint's folder to continue from the one before",
         ) from error
+
+
+def _progress(record: dict[str, Any]) -> Progress:
+    """The progress of a record. Raises TypeError for numbers that are none."""
+    for field in fields(Progress):
+        wanted = (int, float) if field.type == "float" else int
+        value = record.get(field.name, field.default)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise TypeError(f"`{field.name}` of its progress is {value!r}")
+    return Progress(**record)
 
 
 def _shared_moments(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""JSON objects in files that others wrote. Knows JSON, not what stands in it."""
+"""JSON objects in files that others wrote, and lines of our own. Knows JSON, not what stands in it."""
 
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -105,3 +106,18 @@ def _inside(value: Any) -> Iterable[tuple[object, Any]]:
 
 def _kind(value: Any) -> str:
     return {list: "a list", str: "a string", type(None): "null", bool: "a boolean"}.get(type(value), "a number")
+
+
+def to_json(value: Any) -> str:
+    """One line of JSON. A number that is not finite becomes null: JSON has no other word for it."""
+    return json.dumps(_finite(value), ensure_ascii=False, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

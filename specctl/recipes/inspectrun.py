@@ -65,7 +65,7 @@ def inspect_run(folder: Path, picture: str | None = None) -> RunReport:
         tokens=int(last.get("tokens", 0)),
         bad_samples=int(last.get("bad_samples", 0)),
         seconds=float(last.get("seconds", 0.0)),
-        losses=tuple((step, float(losses[step]["loss"])) for step in sorted(losses)),
+        losses=tuple((step, _number(losses[step]["loss"])) for step in sorted(losses)),
         evaluations=scored,
         best=max(scored, key=lambda e: e.acceptance_length, default=None),
         picture=picture,
@@ -73,6 +73,11 @@ def inspect_run(folder: Path, picture: str | None = None) -> RunReport:
     if picture is not None:
         draw(report, Path(picture))
     return report
+
+
+def _number(value: Any) -> float:
+    """A number of the log, where null stands for one that is not finite."""
+    return math.nan if value is None else float(value)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ def report_on(config: TrainConfig, out: Path, seconds: float) -> TrainReport:
         parameters=result["parameters"],
         trained_parameters=result["trained"],
         seconds=seconds,
-        loss=result["loss"],
+        loss=math.nan if result["loss"] is None else result["loss"],
         evaluation=evaluation,
         verdict=verdict,
         passes=checked.passes,

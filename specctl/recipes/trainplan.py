@@ -30,13 +30,14 @@ def plan_training(config: TrainConfig, reporter: Reporter) -> TrainPlan:
     head, task = ready.head, ready.task
     embedding = head.vocab_size * head.hidden_size
     others = _count(head)
-    trained = others + embedding * trains_embedding(config, head)
+    frozen_head = 0 if config.train_head else head.draft_vocab_size * head.hidden_size
+    trained = others - frozen_head + embedding * trains_embedding(config, head)
     share = 1.0
     if ready.vocabulary is not None:
         folders = [Path(folder) for folder in config.shards]
         share = coverage(supervised_counts(folders, task.weights, vocab_size=head.vocab_size), ready.vocabulary)
     state = 4 * (others + embedding) + 8 * trained
-    served = 2 * (trained if trains_embedding(config, head) else others)
+    served = 2 * (others + embedding * trains_embedding(config, head))
     return TrainPlan(
         steps=task.total_steps,
         rows=task.total_rows,

@@ -37,6 +37,7 @@ FIXED: Final = (
     "seed",
     "rope_theta",
     "train_embedding",
+    "train_head",
     "init_head",
     "init_from",
     "weights",
@@ -92,6 +93,7 @@ class TrainConfig:
     init_from: str | None = None
     init_head: str = "target"
     train_embedding: bool | None = None
+    train_head: bool = True
     hidden_size: int | None = None
     intermediate_size: int | None = None
     num_attention_heads: int | None = None
