@@ -30,6 +30,9 @@ COD_RATIO, COD_FLOOR = 0.7, 0.2
 
 Step = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Forward and backward of one step: mean loss of an element in nats, and elements scored at each depth."""
+Update = Callable[[], None]
+"""Gradients to new weights, and no gradients left."""
+LR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -100,18 +103,27 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measured(run: Run, model: torch.nn.Module, step: Step) -> dict[str, Any]:
-    """CPU seconds of the fastest step with its update, its forward and backward alone, and memory."""
+def adamw_update(model: torch.nn.Module) -> Update:
+    """Clip to 1, AdamW, no gradients left."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=LR, fused=True)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def measured(run: Run, step: Step, update: Update) -> dict[str, Any]:
+    """CPU seconds of the fastest step with its update, its forward and backward alone, and memory."""
     built, first, times = peak_mib(), None, []
     for number in range(run.warmup + run.steps):
         began = time.process_time()
         found = step(number)
         passed = time.process_time()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update()
         times.append((time.process_time() - began, passed - began))
         first = first or found
     assert first is not None
@@ -207,7 +219,8 @@ def main() -> int:
     torch.manual_seed(0)
     run = Run(**json.loads(sys.argv[1]))
     assert run.document == run.tokens, "one document"
-    print(json.dumps(measured(run, *their_step(run))))
+    model, step = their_step(run)
+    print(json.dumps(measured(run, step, adamw_update(model))))
     return 0
 
 

@@ -90,7 +90,7 @@ def documents(batch: DraftBatch) -> list[dict[str, Any]]:
 def loop_parts(model: DraftModel, teacher: Teacher) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights by canonical name, float64 with gradients, and the teacher, as the loop reference takes them."""
     weights = {n: w.detach().double().clone().requires_grad_() for n, w in model.named_parameters()}
-    weight = teacher.weight_VD if teacher.ids_V is None else teacher.weight_VD[teacher.ids_V.argsort()]
+    weight = teacher.whole_VD
     vocabulary = model.vocabulary()
     ids = list(range(model.head.vocab_size)) if vocabulary is None else vocabulary.tolist()
     return weights, {"weight": weight.double(), "vocabulary": ids}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import resource
 import sys
 
@@ -83,3 +84,15 @@ def release_host_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def release_mapped(tensor: torch.Tensor) -> None:
+    """Give back the memory of a tensor that is mapped from a file and was never written; it is read again at need."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    dont_need = getattr(mmap, "MADV_DONTNEED", None)
+    if advise is None or dont_need is None or tensor.device.type != "cpu":
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), dont_need)

@@ -1,14 +1,16 @@
 """The loss of a draft against its target, fused with both heads: no logits of a whole sequence exist.
 
-Rows are taken a chunk at a time. In a chunk the teacher's logits are formed once for each state that any
-depth is scored on, the student's for each row, the gradient of both inputs follows at once, and the
-logits are dropped. Sums, never means; softmax and loss in fp32 (fp64 for a fp64 model).
+Teacher states are taken a chunk at a time, and of each chunk the rows in runs in which a state comes once
+at most. The teacher's logits are formed once for each state that any depth is scored on, the student's for
+each row, the gradient of both inputs follows at once, and the logits are dropped. Sums, never means;
+softmax and loss in fp32 (fp64 for a fp64 model).
 
 Legend: M rows (elements), U teacher states, D target's hidden size, H draft's, V vocab, W draft vocab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,35 +21,36 @@ from specctl.records.draft import LossKind
 
 CHUNK_ELEMENTS = 3 << 20
 """Logits formed at once, in elements: 12 MB in fp32. Smaller and larger chunks were slower on one core."""
+GPU_CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's head, read once: the rows of the draft vocabulary first, then all others.
+    """The target's head: the rows of the draft vocabulary, and all of it for greedy tokens.
 
-    `weight_VD` [V, D]; `ids_V` int64, the target's id of each row, None where rows are in the target's
-    own order (whole vocabulary). Logits are `softcap * tanh(. / softcap)` where there is a cap, after
-    `scale`. Build with `make_teacher`.
+    `inside_WD` [W, D] in the dtype of the products; `whole_VD` [V, D] as stored, often a mapped file that
+    is read a part at a time. `ids_W` int64 are the target's ids of the draft vocabulary, rising, None where
+    it is the whole one. Logits are `softcap * tanh(. / softcap)` where there is a cap, after `scale`.
+    Build with `make_teacher`.
     """
 
-    weight_VD: torch.Tensor
-    ids_V: torch.Tensor | None
-    draft_vocab_size: int
+    inside_WD: torch.Tensor
+    whole_VD: torch.Tensor
+    ids_W: torch.Tensor | None
     scale: float = 1.0
     softcap: float | None = None
 
-    def logits(self, states_UD: torch.Tensor, rows: slice) -> torch.Tensor:
-        """[U, rows] in fp32 or wider."""
-        out = product(states_UD.to(self.weight_VD.dtype), self.weight_VD[rows]) * self.scale
+    def logits(self, states_UD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
+        """[U, N] in fp32 or wider, by some rows of the head."""
+        out = product(states_UD.to(self.inside_WD.dtype), weight_ND.to(self.inside_WD.dtype)) * self.scale
         return out if self.softcap is None else (out / self.softcap).tanh() * self.softcap
 
     def draft_ids(self, target_ids: torch.Tensor) -> torch.Tensor:
         """The draft id of each target id, -1 for those outside the draft vocabulary."""
-        if self.ids_V is None:
+        if self.ids_W is None:
             return target_ids
-        inside = self.ids_V[: self.draft_vocab_size]
-        found = torch.searchsorted(inside, target_ids).clamp_max(self.draft_vocab_size - 1)
-        return torch.where(inside[found] == target_ids, found, -1)
+        found = torch.searchsorted(self.ids_W, target_ids).clamp_max(len(self.ids_W) - 1)
+        return torch.where(self.ids_W[found] == target_ids, found, -1)
 
     @torch.no_grad()
     def greedy_ids(self, states_UD: torch.Tensor) -> torch.Tensor:
@@ -57,26 +60,30 @@ class Teacher:
         """
         best_U = states_UD.new_full(states_UD.shape[:1], -torch.inf, dtype=exact_dtype(states_UD.dtype))
         found_U = torch.zeros_like(best_U, dtype=torch.int64)
-        step = max(CHUNK_ELEMENTS // max(states_UD.shape[0], 1), 256)
-        for lower in range(0, self.weight_VD.shape[0], step):
-            logits = self.logits(states_UD, slice(lower, lower + step))
+        step = max(_chunk_elements(self.inside_WD) // max(states_UD.shape[0], 1), 256)
+        for lower in range(0, self.whole_VD.shape[0], step):
+            logits = self.logits(states_UD, self.whole_VD[lower : lower + step])
             top = logits.amax(-1)
             # Finding where costs 17 times what finding how much does, and few rows improve on earlier chunks.
             rows = (top > best_U).nonzero()[:, 0]
             found_U[rows], best_U[rows] = logits[rows].argmax(-1) + lower, top[rows]
-        return found_U if self.ids_V is None else self.ids_V[found_U]
+        return found_U
 
 
 def make_teacher(
-    weight_VD: torch.Tensor, draft_ids_W: torch.Tensor | None, *, scale: float = 1.0, softcap: float | None = None
+    weight_VD: torch.Tensor,
+    draft_ids_W: torch.Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Teacher:
-    """The teacher of a head [V, D] whose draft vocabulary is `draft_ids_W`, rising (None: all of it)."""
-    if draft_ids_W is None:
-        return Teacher(weight_VD, None, weight_VD.shape[0], scale, softcap)
-    is_outside = torch.ones(weight_VD.shape[0], dtype=torch.bool, device=weight_VD.device)
-    is_outside[draft_ids_W] = False
-    ids = torch.cat((draft_ids_W, is_outside.nonzero()[:, 0]))
-    return Teacher(weight_VD[ids], ids, draft_ids_W.shape[0], scale, softcap)
+    """The teacher of a head [V, D] whose draft vocabulary is `draft_ids_W`, rising (None: all of it).
+
+    Its products are taken in `dtype`, the head's own without one.
+    """
+    inside = weight_VD if draft_ids_W is None else weight_VD[draft_ids_W]
+    return Teacher(inside.to(dtype or weight_VD.dtype), weight_VD, draft_ids_W, scale, softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ class _Target:
 
     def odds(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities [u, W] of teacher states and their negative entropy [u]."""
-        logits = self.teacher.logits(self.states_UD[states], slice(0, self.teacher.draft_vocab_size))
+        logits = self.teacher.logits(self.states_UD[states], self.teacher.inside_WD)
         top = logits.amax(-1)
         p = logits.softmax(-1)
         return p, logits.mul_(p).sum(-1) - (top - p.amax(-1).log())
@@ -145,16 +152,17 @@ class _Distil(torch.autograd.Function):
         weights = weights.to(exact) * is_counted
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_head = torch.zeros_like(head, dtype=exact) if needs_head else None
-        size = max(CHUNK_ELEMENTS // head.shape[0], 16)
-        for part in torch.split(rows.argsort(stable=True), size):
-            chunk = _Chunk.of(rows, part)
-            chosen = hidden[chunk.at]
-            losses[chunk.at], hits[chunk.at], z = _score(product(chosen, head), target, chunk, weights[chunk.at])
-            z = z.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk.at] = z @ head
-            if grad_head is not None:
-                add_product(grad_head, z, chosen)
+        for states, runs in _chunks(rows, max(_chunk_elements(head) // head.shape[0], 16)):
+            odds = target.odds(states) if target.kind == "kl" else None
+            for at, local in runs:
+                chosen = hidden[at]
+                z = product(chosen, head)
+                losses[at], hits[at], z = _score(z, odds, local, target.greedy_U[states[local]], weights[at])
+                z = z.to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[at] = z @ head
+                if grad_head is not None:
+                    add_product(grad_head, z, chosen)
         ctx.grads = (grad_hidden, grad_head, head.dtype)
         losses = losses * is_counted
         ctx.mark_non_differentiable(losses, hits, outside, is_counted)
@@ -171,58 +179,59 @@ class _Distil(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Rows scored together: `at` int64 [m], in runs in which every teacher state comes once at most.
+def _chunks(rows_M: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
+    """At most `size` teacher states at a time, and their rows in runs: (rows [m], the state of each among those).
 
-    `states` [u] are those states, `local` [m] the state of each row among them, `runs` the runs as slices
-    of rows. So the teacher's odds meet most rows as a view, and are not copied for each.
+    In a run the states rise, each once at most, so that the teacher's odds meet most rows as a view.
     """
-
-    at: torch.Tensor
-    states: torch.Tensor
-    local: torch.Tensor
-    runs: tuple[slice, ...]
-
-    @staticmethod
-    def of(rows_M: torch.Tensor, part: torch.Tensor) -> _Chunk:
-        """The chunk of the rows `part`, which lie in order of their states."""
-        states, local, counts = torch.unique_consecutive(rows_M[part], return_inverse=True, return_counts=True)
-        times = torch.arange(len(part), device=part.device) - (counts.cumsum(0) - counts)[local]
-        order = times.argsort(stable=True)
-        bounds = [0, *torch.bincount(times).cumsum(0).tolist()]
-        return _Chunk(part[order], states, local[order], tuple(map(slice, bounds, bounds[1:])))
-
-    def odds_of(self, odds_UW: torch.Tensor, run: slice) -> torch.Tensor:
-        """The odds [rows, W] of one run, a view where its states follow each other."""
-        local = self.local[run]
-        first, last = int(local[0]), int(local[-1])
-        return odds_UW[first : last + 1] if last - first + 1 == len(local) else odds_UW[local]
+    order = rows_M.argsort(stable=True)
+    states, local, counts = torch.unique_consecutive(rows_M[order], return_inverse=True, return_counts=True)
+    times = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[local]
+    most = int(counts.max()) if len(counts) else 0
+    run_of = local // size * most + times
+    by_run = run_of.argsort(stable=True)
+    sizes = torch.bincount(run_of, minlength=-(-len(states) // size) * most).tolist()
+    runs = list(zip(torch.split(order[by_run], sizes), torch.split((local % size)[by_run], sizes), strict=True))
+    for number, chunk in enumerate(torch.split(states, size) if most else ()):
+        yield chunk, [run for run in runs[number * most : (number + 1) * most] if len(run[0])]
 
 
 def _score(
-    z: torch.Tensor, target: _Target, chunk: _Chunk, weights: torch.Tensor
+    z: torch.Tensor,
+    odds: tuple[torch.Tensor, torch.Tensor] | None,
+    local: torch.Tensor,
+    greedy: torch.Tensor,
+    weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses and hits of a chunk's logits `z` [m, W], and its weighted gradient; spoils `z`."""
-    greedy = target.greedy_U[chunk.states][chunk.local]
+    """Losses and hits of a run's logits `z` [m, W], and its weighted gradient; spoils `z`.
+
+    `odds` are probabilities [u, W] and negative entropies [u] of states, `local` [m] those of the rows.
+    Without them the loss is the cross-entropy of `greedy`.
+    """
     inside, scale = greedy.clamp_min(0)[:, None], weights[:, None]
     top = z.amax(-1)
     picked = z.gather(1, inside)[:, 0]
     grad = z.softmax(-1)
     # The largest probability is exp(top - lse), so the log-sum-exp costs no pass of its own.
     losses = top - grad.amax(-1).log()
-    if target.kind == "kl":
-        odds, negative_entropy = target.odds(chunk.states)
-        losses += negative_entropy[chunk.local]
-        for run in chunk.runs:
-            p = chunk.odds_of(odds, run)
-            losses[run] -= z[run].mul_(p).sum(-1)
-            grad[run] -= p
-        grad.mul_(scale)
+    if odds is not None:
+        p, negative_entropy = _rows_of(odds[0], local), odds[1][local]
+        losses += negative_entropy - z.mul_(p).sum(-1)
+        grad.sub_(p).mul_(scale)
     else:
         losses -= picked
         grad.mul_(scale).scatter_add_(1, inside, -scale)
     return losses, (greedy >= 0) & (picked == top), grad
+
+
+def _rows_of(table: torch.Tensor, rising: torch.Tensor) -> torch.Tensor:
+    """Some rows of a table, as a view where they follow each other."""
+    first, last = int(rising[0]), int(rising[-1])
+    return table[first : last + 1] if last - first + 1 == len(rising) else table[rising]
+
+
+def _chunk_elements(head: torch.Tensor) -> int:
+    return GPU_CHUNK_ELEMENTS if is_gpu(head.device) else CHUNK_ELEMENTS
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:

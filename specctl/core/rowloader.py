@@ -34,7 +34,7 @@ class GreedyTokens:
             # The state at q is a teacher iff the token after it is supervised.
             scored = torch.zeros(len(place), dtype=torch.bool)
             scored[:-1] = sample.loss_mask[1:].bool()
-            states = sample.final[scored].to(self.teacher.weight_VD.device)
+            states = sample.final[scored].to(self.teacher.inside_WD.device)
             if states.shape[0]:
                 found[scored] = self.teacher.greedy_ids(states).to(device="cpu", dtype=torch.int32)
             self.kept[place] = found

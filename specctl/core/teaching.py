@@ -66,10 +66,12 @@ def read_parts(name: str, revision: str | None = None) -> TargetParts:
 def teacher_of(
     parts: TargetParts, vocabulary: torch.Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Teacher:
-    """The target's head as the teacher of a draft over `vocabulary` (int64 [W], rising; None: all)."""
-    weight = parts.head.to(device=device, dtype=dtype)
+    """The target's head as the teacher of a draft over `vocabulary` (int64 [W], rising; None: all), in `dtype`.
+
+    On the CPU the whole head stays in its mapped file.
+    """
     ids = None if vocabulary is None else vocabulary.to(device)
-    return make_teacher(weight, ids, scale=parts.scale, softcap=parts.softcap)
+    return make_teacher(parts.head.to(device), ids, dtype=dtype, scale=parts.scale, softcap=parts.softcap)
 
 
 def mapped(entry: TensorEntry) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from specctl import plugins
 from specctl.core import headmaking, trainstate
-from specctl.core.device import peak_memory, pick_device
+from specctl.core.device import peak_memory, pick_device, release_mapped
 from specctl.core.modules import DraftModel
 from specctl.core.optimizer import make_optimizer
 from specctl.core.placement import Placement
@@ -62,6 +62,9 @@ def make_trainer(ready: Ready, config: TrainConfig, replicas: Replicas) -> Train
     model = first_model(ready, config).to(task.device)
     vocabulary = model.vocabulary()
     teacher = teacher_of(ready.parts, None if vocabulary is None else vocabulary.cpu(), task.compute_dtype, task.device)
+    for table in (ready.parts.embedding, ready.parts.head):  # what was copied out of them is all that every step needs
+        release_mapped(table)
+    replicas.spread(model, task.device)
     replicas.spread(model, task.device)
     # Sparse rows have another set of rows on each rank, which no sum over ranks takes.
     model.embeds_sparsely = replicas.size == 1 and model.embed_tokens.weight.requires_grad

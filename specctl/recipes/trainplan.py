@@ -65,7 +65,7 @@ def _count(head: HeadConfig) -> int:
 
 
 def _teacher_bytes(head: HeadConfig, item: int) -> int:
-    return head.vocab_size * head.target_hidden_size * item
+    return head.draft_vocab_size * head.target_hidden_size * item
 
 
 def _activation_bytes(config: TrainConfig, head: HeadConfig, depths: int) -> int:
