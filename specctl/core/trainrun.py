@@ -65,7 +65,6 @@ def make_trainer(ready: Ready, config: TrainConfig, replicas: Replicas) -> Train
     for table in (ready.parts.embedding, ready.parts.head):  # what was copied out of them is all that every step needs
         release_mapped(table)
     replicas.spread(model, task.device)
-    replicas.spread(model, task.device)
     # Sparse rows have another set of rows on each rank, which no sum over ranks takes.
     model.embeds_sparsely = replicas.size == 1 and model.embed_tokens.weight.requires_grad
     optimizer = make_optimizer(
