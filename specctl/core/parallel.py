@@ -28,6 +28,8 @@ WAIT = timedelta(hours=12)
 """How long a rank waits for another: reading DATA on rank 0 may take hours."""
 
 MAX_IN_FLIGHT = 2
+MAX_UNANSWERED = 64
+"""Messages sent and not yet taken: more than any round of decoding has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,42 @@ class Hop:
         """Wait until everything sent has arrived."""
         while self._sent:
             self._sent.popleft()[0].wait()
+
+
+class Wire:
+    """Tensors from any stage to any other, by tag; counts the bytes that this stage sent."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self.bytes_sent = 0
+
+    def send(self, tensor: torch.Tensor, stage: int, *, tag: int) -> None:
+        """Start sending; waits only for what was sent long before."""
+        while len(self._sent) >= MAX_UNANSWERED:
+            self._sent.popleft()[0].wait()
+        tensor = tensor.contiguous()
+        self.bytes_sent += tensor.nbytes
+        self._sent.append((dist.isend(tensor, stage, tag=tag), tensor))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, *, tag: int) -> torch.Tensor:
+        """The tensor that `stage` sends under `tag`, waiting for it."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(tensor, stage, tag=tag)
+        return tensor
+
+    def flush(self) -> None:
+        """Wait until everything sent has arrived."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def total(self, value: int, num_ranks: int) -> int:
+        """The sum of a number over all ranks."""
+        if num_ranks == 1:
+            return value
+        number = torch.tensor([value], device=self._device)
+        dist.all_reduce(number)
+        return int(number)
 
 
 class StageGroup:

@@ -1,0 +1,148 @@
+"""The target's forward over rows that advance at their own pace, on one rank: whole, or a pipeline stage of it.
+
+A stage takes the stream and the states recorded before it in one message, and hands on one. Legend:
+B rows, Q new positions a row, D hidden size, A*D aux width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specctl.core.capture import Recorder, owned_slots, record
+from specctl.core.placement import Placement
+from specctl.core.ragged import Frame, RowsCache
+from specctl.core.target import LoadedTarget
+from specctl.errors import MachineError
+from specctl.records.layers import NORM
+
+KINDS = frozenset(("full_attention", "sliding_attention"))
+"""Kinds of layers whose cache can forget tokens; a target with others reads its rows again each time."""
+
+
+class TargetRows:
+    """A loaded target that reads rows; `slots` are the states that a draft takes. Use it in a `with` block."""
+
+    def __init__(self, target: LoadedTarget, slots: Sequence[str], placement: Placement) -> None:
+        self.target, self.slots, self.placement = target, tuple(slots), placement
+        self.can_cache = can_cache(target)
+        asked = (*self.slots, *(() if NORM in self.slots else (NORM,)))
+        self._owned = owned_slots(asked, target.decoder.owned, is_last_stage=placement.is_last_stage)
+        first = min(target.decoder.owned, default=0)
+        # Boundaries up to the first own layer were recorded by stages before this one.
+        self._earlier = (
+            ()
+            if placement.is_first_stage
+            else tuple(slot for slot in self.slots if slot != NORM and int(slot) <= first)
+        )
+        self._recorder = Recorder()
+        self._stream: torch.Tensor | None = None
+        known = inspect.signature(target.decoder.caller.forward).parameters
+        # transformers renamed the argument in 5.24.
+        self._cache_name = "cache" if "cache" in known else "past_key_values"
+        self._handles: list[Any] = []
+        self._recording: Any = None
+
+    def __enter__(self) -> TargetRows:
+        self._recording = record(self.target.decoder, self._owned, self._recorder, model=self.target.model)
+        self._recording.__enter__()
+        if not self.placement.is_first_stage:
+            layer = self.target.decoder.layers[0]
+            self._handles.append(layer.register_forward_pre_hook(self._hand_over, with_kwargs=True))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._recording.__exit__(*raised)
+
+    @property
+    def width_in(self) -> int:
+        """Numbers of a position in the message from the stage before."""
+        return self.target.spec.hidden_size * (1 + len(self._earlier))
+
+    def new_cache(self) -> RowsCache | None:
+        """An empty cache for some rows; None for a target that reads its rows again each time."""
+        return RowsCache(self.target.spec.num_layers) if self.can_cache else None
+
+    @torch.inference_mode()
+    def run(
+        self, ids_BQ: torch.Tensor, frame: Frame, cache: RowsCache | None, received: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The states [B, Q, D] of this stage's slots and those received, by slot; `stream` is what goes on.
+
+        Raises MachineError when memory runs out.
+        """
+        earlier = self._unpack(received)
+        if cache is not None:
+            cache.frame = frame
+        options = {"use_cache": True, self._cache_name: cache} if cache is not None else {"use_cache": False}
+        try:
+            output = self.target.decoder.caller(
+                input_ids=ids_BQ,
+                position_ids=frame.positions_BQ,
+                attention_mask=None if cache is None else self._masks(frame),  # padded on the right, seen by none
+                **options,
+            )
+        except torch.OutOfMemoryError as error:
+            raise MachineError(
+                f"out of memory on {self.target.device} with {ids_BQ.shape[0]} rows of {frame.end} tokens",
+                hint="a smaller `--batch`, or more `--pp`",
+            ) from error
+        return {**earlier, **self._recorder.take(self._owned, self.target.model), "stream": output.last_hidden_state}
+
+    def pack(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The message for the stage after: the stream, and the states recorded so far, in the order of slots."""
+        names = ("stream", *(slot for slot in self.slots if slot in states))
+        return torch.cat([states[name] for name in names], dim=-1)
+
+    def fused(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[B, Q, A*D] of all slots, on the last stage."""
+        if not self.slots:
+            return states[NORM][..., :0]
+        return torch.cat([states[slot] for slot in self.slots], dim=-1)
+
+    def logits(self, normed_ND: torch.Tensor) -> torch.Tensor:
+        """[N, V] in fp32, by the target's own head, on the last stage."""
+        head = self.target.model.get_output_embeddings()  # type: ignore[operator]
+        config = self.target.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        out: torch.Tensor = head(normed_ND).float()
+        scale, cap = getattr(config, "logit_scale", None), getattr(config, "final_logit_softcapping", None)
+        divisor = getattr(config, "logits_scaling", None)
+        if scale is not None:
+            out = out * scale
+        if divisor is not None:
+            out = out / divisor
+        return out if cap is None else (out / cap).tanh() * cap
+
+    def _unpack(self, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        if received is None:
+            return {}
+        stream, *earlier = torch.split(received, self.target.spec.hidden_size, dim=-1)
+        self._stream = stream.contiguous()
+        return dict(zip(self._earlier, earlier, strict=True))
+
+    def _hand_over(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": self._stream}
+        return (self._stream, *args[1:]), kwargs
+
+    def _masks(self, frame: Frame) -> Any:
+        """The attention masks, of each kind of layer where there is more than one."""
+        config, dtype = self.target.model.config.get_text_config(), self.target.dtype  # type: ignore[operator, union-attr]
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if len(kinds) > 1:
+            return {kind: frame.bias(window if "sliding" in kind else None, dtype) for kind in kinds}
+        return frame.bias(window if not kinds or kinds == {"sliding_attention"} else None, dtype)
+
+
+def can_cache(target: LoadedTarget) -> bool:
+    """Whether the target keeps nothing but keys and values, one pair a layer, so that tokens can be forgotten."""
+    config = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    return kinds <= KINDS and not getattr(config, "num_kv_shared_layers", 0)
