@@ -45,7 +45,7 @@ def read_rows(paths: list[str], limit: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in paths:
         rows += [json.loads(line) for line in Path(path).read_text().splitlines()]
-    gsm8k = (ROOT / "fixtures/prompts/gsm8k/test.jsonl").read_text().splitlines()
+    gsm8k = (ROOT / "specctl/prompts/gsm8k/test.jsonl").read_text().splitlines()
     for line in gsm8k[: max(0, limit - len(rows))]:
         row = json.loads(line)
         turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]

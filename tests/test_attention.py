@@ -131,7 +131,8 @@ def test_decoding_over_a_cache_equals_one_causal_forward(window: int | None) -> 
     assert torch.allclose(attend_cached(q[6:], k, v, window), whole[6:], atol=1e-12)
 
 
-def test_memory_grows_with_the_queries_not_with_their_square() -> None:
+@pytest.mark.parametrize(("depth", "window"), [(1, None), (0, None), (0, 300)])
+def test_memory_grows_with_the_queries_not_with_their_square(depth: int, window: int | None) -> None:
     """The largest tensor made, forward and backward, for 2,500 and for 5,000 queries of one document."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,10 +147,10 @@ def test_memory_grows_with_the_queries_not_with_their_square() -> None:
 
     def largest(count: int) -> int:
         slots = torch.arange(count)
-        own = (slots, torch.ones_like(slots))
-        plan = plan_attention(*own, starts_N=torch.zeros_like(slots), own=own)
+        elements = (slots, torch.full_like(slots, depth))
+        plan = plan_attention(*elements, starts_N=torch.zeros_like(slots), own=elements if depth else None)
         with Largest() as mode:
-            run(plan, inputs(plan, count, torch.float32), None, bind)
+            run(plan, inputs(plan, count, torch.float32), window, bind)
         return mode.size
 
     assert largest(5000) <= 2.1 * largest(2500)

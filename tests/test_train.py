@@ -463,7 +463,12 @@ def test_a_run_starts_from_an_earlier_draft_and_keeps_its_map(kind, config, tmp_
     assert first is not None
     report = train(
         replace(
-            kind(config), out=str(tmp_path / "second"), init_from=first.draft, draft_vocab_size=32, max_steps=1, lr=1e-9
+            kind(config),
+            out=str(tmp_path / "second"),
+            init_from=first.draft,
+            draft_vocab_size=None,
+            max_steps=1,
+            lr=1e-9,
         ),
         QUIET,
     )

@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import chat_rows
 from draft_parts import HEAD, PARALLEL, a_batch, a_model, a_teacher
 from safetensors.numpy import load_file, save_file
@@ -24,16 +28,26 @@ from specctl.core.modules import DraftModel
 from specctl.core.slots import scored, slots_of
 from specctl.core.target import describe_target, load_target
 from specctl.core.teaching import read_parts
+from specctl.core.trainlog import numbers_of
 from specctl.core.trainsetup import draft_settings, prepare
 from specctl.drafts import eagle3, peagle
-from specctl.errors import InputError, SettingsChangedError, SpecctlError, UsageError
+from specctl.errors import (
+    InputError,
+    MachineError,
+    NotSupportedError,
+    SettingsChangedError,
+    SpecctlError,
+    UsageError,
+)
 from specctl.files.head import Asked
 from specctl.recipes.extract import extract
-from specctl.recipes.train import train
+from specctl.recipes.inspectrun import inspect_run
+from specctl.recipes.train import begun, train
+from specctl.recipes.trainplan import plan_training
 from specctl.records.draft import DraftBatch, DraftSettings
 from specctl.records.extraction import ExtractConfig
 from specctl.records.progress import SilentReporter
-from specctl.records.training import TrainConfig
+from specctl.records.training import DepthScore, TrainConfig
 
 QUIET = SilentReporter()
 RESERVED = 263
@@ -475,7 +489,7 @@ def test_an_earlier_draft_with_another_reserved_token_is_refused_with_both_ids(c
     [
         *({"num_layers": 2}, {"hidden_size": 16}, {"intermediate_size": 48}, {"num_attention_heads": 2}),
         *({"norm_before_residual": True}, {"fc_norm": True}, {"norm_output": True}, {"rope_theta": 7.0}),
-        {"layers": "2,4"},
+        *({"layers": "2,4"}, {"draft_vocab_size": 32}),
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -495,6 +509,19 @@ def first_draft(tiny, shards, tmp_path_factory) -> str:
     )
     assert report is not None
     return report.draft
+
+
+def test_an_embedding_of_its_own_is_kept_by_a_draft_that_starts_from_it(config, tmp_path) -> None:
+    """A frozen embedding is left to the target, which would pair the new weights with another table."""
+    first = train(replace(config, train_embedding=True, lr=1e-2), QUIET)
+    assert first is not None
+    again = replace(config, init_from=first.draft, out=str(tmp_path / "second"), lr=1e-9)
+    second = train(again, QUIET)
+    assert second is not None and second.passes
+    name = "embed_tokens.weight"
+    assert np.allclose(weights(first.draft)[name], weights(second.draft)[name], rtol=0, atol=1e-6)
+    with pytest.raises(UsageError, match="an embedding of its own"):
+        train(replace(again, train_embedding=False, out=str(tmp_path / "third")), QUIET)
 
 
 def not_finite(tensors: dict[str, np.ndarray]) -> None:
@@ -610,6 +637,46 @@ def test_other_shards_in_the_old_place_are_not_gone_on_with(config, shards, tiny
         train(replace(run, max_steps=2, resume=True), QUIET)
 
 
+def test_a_map_that_has_become_another_is_not_gone_on_with(config, shards, tmp_path) -> None:
+    """The head's rows would stay those of the old tokens, and their teacher would be the new ones'."""
+    folder = tmp_path / "states"
+    shutil.copytree(shards, folder)
+    run = replace(config, shards=(str(folder),))
+    train(run, QUIET)
+    counts = load_file(folder / "token_counts.safetensors")
+    save_file({name: count[::-1].copy() for name, count in counts.items()}, folder / "token_counts.safetensors")
+    with pytest.raises(SettingsChangedError, match="vocabulary is not the one that the run began with"):
+        train(replace(run, max_steps=2, resume=True), QUIET)
+
+
+def test_a_run_goes_on_from_another_working_folder(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Path(config.target)
+    monkeypatch.chdir(target.parent)
+    train(replace(config, target=target.name), QUIET)
+    monkeypatch.chdir(Path(config.out).parent)
+    report = train(replace(config, max_steps=2, resume=True), QUIET)
+    assert report is not None and report.steps == 2
+
+
+def test_two_runs_never_train_in_one_folder(config) -> None:
+    """Each would remove the other's checkpoints."""
+    with begun(config, Path(config.out), QUIET):
+        before = (Path(config.out) / "run.json").read_bytes()
+        with pytest.raises(MachineError, match="another run trains in this folder"):
+            train(replace(config, max_steps=9, resume=True), QUIET)
+        assert (Path(config.out) / "run.json").read_bytes() == before
+    report = train(replace(config, resume=True), QUIET)
+    assert report is not None and report.steps == 1
+
+
+@pytest.mark.parametrize("changes", [{"cod_ratio": 0.5}, {"cod_floor": 0.5}, {"segments": 2}])
+def test_settings_of_parallel_drafting_are_refused_without_it(changes, config) -> None:
+    with pytest.raises(UsageError, match="only with `--parallel-drafting`"):
+        train(replace(config, **changes), QUIET)
+    report = train(replace(parallel(config), **changes), QUIET)
+    assert report is not None and report.passes
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"settings": []}', '{"settings": null}', "{}"])
 def test_a_record_of_settings_that_is_none_is_an_error_with_its_place(text: str, config) -> None:
     Path(config.out).mkdir()
@@ -662,9 +729,8 @@ def test_a_text_learned_by_heart_is_accepted_throughout_once_the_draft_is_served
     row = {"input_ids": PROMPT + text, "loss_mask": [0] * len(PROMPT) + [1] * NEW}
     states = extracted(tiny("llama"), [row], tmp_path / "heart")
     learning = {"loss": "ce", "lr": 5e-3, "schedule": "constant", "depth_decay": 1.0, "max_steps": 150}
-    report = train(
-        replace(kind(config), shards=(states,), num_draft_tokens=K, cod_ratio=1.0, save_every=1000, **learning), QUIET
-    )
+    asked = replace(kind(config), shards=(states,), num_draft_tokens=K, save_every=1000, **learning)
+    report = train(replace(asked, cod_ratio=1.0) if asked.parallel_drafting else asked, QUIET)
     assert report is not None and report.passes
     draft = served(report.draft, config.target)
     found = decode_greedily(target, draft, PROMPT, max_new_tokens=NEW, num_draft_tokens=K)
@@ -739,3 +805,149 @@ def test_the_log_is_json_for_readers_that_know_no_nan(config) -> None:
 
     for line in (Path(config.out) / "log.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+def test_a_log_that_a_kill_cut_inside_a_line_is_gone_on_with(config) -> None:
+    train(config, QUIET)
+    log = Path(config.out) / "log.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+    train(replace(config, max_steps=2, resume=True), QUIET)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2]
+    assert inspect_run(Path(config.out)).steps == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"kind": "eval", "step": 1}', '{"kind": "train", "step": 1}', '{"kind": "train", "step": 1, "loss": "x"}'),
+        '{"kind": "eval", "step": 1, "tokens": 1, "loss": 1, "acceptance_length": 1, "depths": [{"loss": 1}]}',
+    ],
+)
+def test_a_line_of_the_log_that_is_none_is_an_error_with_its_place(line: str, config) -> None:
+    train(config, QUIET)
+    log = Path(config.out) / "log.jsonl"
+    log.write_text(line + "\n" + log.read_text())
+    with pytest.raises(InputError, match="line 1 of the log") as found:
+        inspect_run(Path(config.out))
+    assert found.value.where == str(log)
+
+
+def test_other_logs_get_the_accuracy_of_each_depth() -> None:
+    depths = [asdict(DepthScore(d, 2.0, 0.5 / (d + 1), 0.25, 0.0)) for d in range(2)]
+    numbers = numbers_of({"step": 3, "loss": 1.5, "depths": depths})
+    assert (numbers["loss"], numbers["accuracy_0"], numbers["accuracy_1"]) == (1.5, 0.5, 0.25)
+    assert "depth_0" not in numbers
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_log_that_cannot_be_written_is_an_error_with_its_place(config) -> None:
+    train(config, QUIET)
+    log = Path(config.out) / "log.jsonl"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    with pytest.raises(MachineError, match="the log cannot be written") as found:
+        train(replace(config, max_steps=2, resume=True), QUIET)
+    assert found.value.where == str(log)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_one_before_stays(config, run_cli) -> None:
+    """torch tells a full disk as an error of its archive, without the reason."""
+    train(config, QUIET)
+    before = trainstate.checkpoints(Path(config.out))
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "from specctl.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    )
+    arguments = ["--target", config.target, "--out", config.out, "--draft-vocab-size", 64, "--max-steps", 2]
+    arguments += ["--batch-tokens", 256, "--eval-fraction", 0, "--resume"]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "train", config.shards[0], *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "error: cannot write" in ended.stderr
+    assert trainstate.checkpoints(Path(config.out)) == before
+
+
+def test_tables_of_a_target_that_lie_at_odd_bytes_are_read(config, tmp_path) -> None:
+    """safetensors promises no alignment, and torch views only what is aligned."""
+    folder = tmp_path / "target"
+    shutil.copytree(config.target, folder)
+    path = next(folder.glob("*.safetensors"))
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    path.write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
+    odd, even = read_parts(str(folder)), read_parts(config.target)
+    assert torch.equal(odd.embedding, even.embedding)
+    assert torch.equal(odd.head, even.head)
+
+
+def test_a_plan_is_that_of_the_draft_to_start_from(config, tmp_path) -> None:
+    first = train(replace(config, num_layers=2, train_embedding=True, lr=1e-2), QUIET)
+    assert first is not None
+    again = replace(config, init_from=first.draft, draft_vocab_size=None, out=str(tmp_path / "second"))
+    plan, report = plan_training(again, QUIET), train(again, QUIET)
+    assert report is not None
+    assert (plan.parameters, plan.trained_parameters) == (report.parameters, report.trained_parameters)
+    assert plan.draft_vocab_size == 64
+
+
+@KINDS
+def test_a_plan_knows_what_saves_memory(kind, config) -> None:
+    asked = replace(kind(config), num_layers=4, batch_tokens=4096)
+    bytes_of = lambda **changes: plan_training(replace(asked, **changes), QUIET).memory_bytes  # noqa: E731
+    assert bytes_of(checkpoint_layers=True) < bytes_of()
+    assert bytes_of(dtype="bfloat16") < bytes_of()
+    if asked.parallel_drafting:
+        assert bytes_of(segments=4) < bytes_of()
+    with pytest.raises(UsageError, match="no multiple of the 2 processes"):
+        bytes_of(nproc=2)
+
+
+def a_target_of(family: str, folder: Path, **settings: Any) -> Any:
+    """A causal LM of transformers with weights drawn at random, saved in `folder`."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Granite", {"logits_scaling": 4.0}),
+        ("HyperCLOVAX", {"logits_scaling": 0.5}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Gemma2", {"head_dim": 8}),
+    ],
+)
+def test_the_teachers_logits_are_the_targets_own(family: str, settings: dict, tmp_path) -> None:
+    """The same key divides in Granite and multiplies in HyperCLOVA X."""
+    model = a_target_of(family, tmp_path, **settings)
+    parts = read_parts(str(tmp_path))
+    teacher = make_teacher(parts.head, None, scale=parts.scale, softcap=parts.softcap)
+    with torch.no_grad():
+        states = model.model(torch.arange(10)[None]).last_hidden_state[0]
+        logits = model(torch.arange(10)[None]).logits[0]
+    torch.testing.assert_close(teacher.logits(states, teacher.inside_WD), logits)
+
+
+def test_a_target_whose_head_has_a_bias_is_refused(tmp_path) -> None:
+    """A draft trained without it learns another distribution, and says nothing of it."""
+    a_target_of("Phi", tmp_path)
+    with pytest.raises(NotSupportedError, match=r"bias `lm_head\.bias`"):
+        read_parts(str(tmp_path))
+
+
+def test_the_verdict_names_what_fails_and_no_note_beside_it(config, tiny, tmp_path) -> None:
+    states = extracted(tiny("llama"), chat_rows(4), tmp_path / "zero", layers="0,4,norm")
+    report = train(replace(config, shards=(states,)), QUIET)
+    assert report is not None and not report.passes
+    assert report.verdict == "fails: AUX_LAYERS_ZERO"

@@ -13,7 +13,7 @@ from specctl import __version__
 from specctl.cli.output import ReaderLeft, finish_streams, say, show_bug, show_error, show_lines, take_streams
 from specctl.errors import EXIT_COULD_NOT, EXIT_INTERRUPTED, EXIT_YES, InterruptedRun, SpecctlError
 
-COMMANDS = ("extract", "regenerate", "inspect", "train", "check-ckpt", "convert")
+COMMANDS = ("extract", "regenerate", "inspect", "train", "check-ckpt", "convert", "eval")
 
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 KERNELS_KEPT = "16"

@@ -43,7 +43,7 @@ def train(
         int | None, typer.Option(help="Tokens the draft learns to guess ahead; 3, or 4 for P-EAGLE.")
     ] = None,
     ptd_token_id: Annotated[
-        int | None, typer.Option(help="Reserved token of unknown slots (P-EAGLE): an id that occurs in no text.")
+        int | None, typer.Option(help="P-EAGLE: id that stands for tokens not known yet; one that occurs in no text.")
     ] = None,
     num_layers: Annotated[int, typer.Option(help="Decoder layers of the draft.")] = 1,
     draft_vocab_size: Annotated[
@@ -51,18 +51,27 @@ def train(
         typer.Option(help="Tokens the draft can propose, the most frequent ones; 32000 at most if not given."),
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Boundaries it reads, of those stored; all of them if not given.")
+        str | None,
+        typer.Option(help="Layers whose states it reads, as in `extract`; all that are stored if not given."),
     ] = None,
     depth_decay: Annotated[
-        float | None, typer.Option(help="Weight of each further token against the one before.")
+        float | None, typer.Option(help="Weight of each further token against the one before; 0.8 if not given.")
     ] = None,
-    cod_ratio: Annotated[float, typer.Option(help="P-EAGLE: share of positions kept at each further depth.")] = 0.8,
-    cod_floor: Annotated[float, typer.Option(help="P-EAGLE: the least share kept at any depth.")] = 0.2,
-    loss: Annotated[str, typer.Option(help="kl: the target's distribution; ce: its likeliest token.")] = "kl",
+    cod_ratio: Annotated[
+        float, typer.Option(help="P-EAGLE: share of positions trained on for each further token.")
+    ] = 0.8,
+    cod_floor: Annotated[float, typer.Option(help="P-EAGLE: the least share for any token.")] = 0.2,
+    loss: Annotated[
+        str, typer.Option(help="What is learned. kl: the target's probabilities; ce: its likeliest token.")
+    ] = "kl",
     max_steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data; 1 unless --max-steps is given.")] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a row, into which samples are packed.")] = 2048,
-    accumulate: Annotated[int, typer.Option(help="Rows of one optimizer step, over all processes.")] = 1,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Tokens taken at once; several samples, or one that is longer.")
+    ] = 2048,
+    accumulate: Annotated[
+        int, typer.Option(help="So many --batch-tokens for one optimizer step, over all processes.")
+    ] = 1,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate; 0.001 if not given.")] = None,
     dtype: Annotated[str, typer.Option(help="Compute in auto, float32 or bfloat16; weights stay float32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -83,17 +92,18 @@ def train(
         bool, typer.Option("--fsdp", help="Share the draft out over the processes (FSDP2), to save memory.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how long, how large and what for; write nothing.")
+        bool, typer.Option("--dry-run", help="Say how many steps, how much memory and disk; write nothing.")
     ] = False,
     config: options.ConfigFile = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Train a draft on a target's hidden states.
+    """Train a draft, a small model that guesses the next tokens of a large one, its target.
 
-    The draft learns to say what its target says, from the states that `specctl extract` stored. EAGLE-3
-    drafts guess one token after the other, P-EAGLE drafts all at once. A run that was stopped goes on with
-    --resume, to the same weights. More settings (sizes, norms, schedule) go into a --config file.
+    A server lets the target check several guessed tokens at once, which is faster than making them one by
+    one. The draft learns from what `specctl extract` stored of the target: its hidden states. An EAGLE-3
+    draft guesses one token after the other, a P-EAGLE draft all at once. A run that was stopped goes on
+    with --resume, to the same weights. More settings (sizes, norms, schedule) go into a --config file.
     """
     from specctl.recipes.train import train as run
     from specctl.records.training import TrainConfig

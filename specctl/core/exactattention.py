@@ -8,11 +8,12 @@ Legend: N core keys, Q queries, M own keys, H query heads, J key heads, G = H / 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from specctl.core.attentionplan import Plan, Run
+from specctl.core.attentionplan import LONGEST_RUN, Plan, Run
 
 
 def attend_exactly(
@@ -116,6 +117,19 @@ def _own_scores(query: torch.Tensor, own_key: torch.Tensor, plan: Plan, window: 
     return scores
 
 
+def _runs(plan: Plan, window: int | None) -> Iterator[Run]:
+    """The plan's runs. With a window a whole document is cut too: its mask would have the square of its tokens."""
+    for run in plan.runs:
+        if window is None or not run.is_causal:
+            yield run
+            continue
+        first = run.rows.start - run.keys.start
+        for lower in range(run.rows.start, run.rows.stop, LONGEST_RUN):
+            upper = min(lower + LONGEST_RUN, run.rows.stop)
+            begin = max(run.keys.start, lower - first - window + 1)
+            yield Run(slice(lower, upper), slice(begin, upper - first), is_causal=False)
+
+
 def _bias(plan: Plan, run: Run, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
     """[1, 1, queries, keys] of one run: 0 where visible, else -inf; None for a plain causal one."""
     if run.is_causal and window is None:
@@ -136,7 +150,7 @@ def _core_forward(
     out, lse = torch.zeros(query.shape, dtype=exact), query.new_full(query.shape[:2], -torch.inf, dtype=exact)
     q, k, v = _grouped(query, key), key.transpose(0, 1), value.transpose(0, 1)
     group = q.shape[0]
-    for run in plan.runs:
+    for run in _runs(plan, window):
         bias = _bias(plan, run, window, query.dtype)
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[:, :, run.rows],
@@ -169,7 +183,7 @@ def _core_backward(
     q, g, o = (_grouped(x, key) for x in (query, grad, out))
     k, v, group = key.transpose(0, 1), value.transpose(0, 1), q.shape[0]
     lse_GJQ = _split_heads(lse[..., None], key)[..., 0].permute(2, 1, 0)
-    for run in plan.runs:
+    for run in _runs(plan, window):
         bias = _bias(plan, run, window, query.dtype)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g[:, :, run.rows],

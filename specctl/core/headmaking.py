@@ -24,6 +24,7 @@ from specctl.records.head import HeadConfig
 from specctl.records.training import TrainConfig
 
 DEFAULT_DRAFT_VOCAB = 32_000
+EMBEDDING_ROWS = 8192
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -60,7 +61,7 @@ def fresh_head(config: TrainConfig, parts: TargetParts, aux_ids: Sequence[int], 
         rms_norm_eps=float(text.get("rms_norm_eps") or 1e-6),
         hidden_act="silu",
         rope=_rope(config, facts.rope),
-        max_position_embeddings=facts.max_position_embeddings,
+        max_position_embeddings=facts.max_position_embeddings or _size(text, "n_positions", "max_seq_len"),
         norm_before_residual=config.norm_before_residual,
         norm_before_fc=config.norm_before_fc,
         fc_norm=config.fc_norm,
@@ -114,7 +115,11 @@ def load_head(path: str, layout: str, asked: Asked) -> tuple[HeadConfig, dict[st
 def warm_model(
     config: TrainConfig, head: HeadConfig, tensors: Mapping[str, torch.Tensor], parts: TargetParts
 ) -> DraftModel:
-    """A model with the weights of an earlier draft; its vocabulary map stays. Raises InputError."""
+    """A model with the weights of an earlier draft; its vocabulary map stays.
+
+    An embedding of its own is trained on. Raises InputError, UsageError for `train_embedding = false` with one:
+    an embedding that is not trained is left to the target, and the draft's would be lost.
+    """
     model = DraftModel(head, generator=torch.Generator().manual_seed(config.seed))
     state = dict(model.state_dict())
     found = {name: tensor for name, tensor in tensors.items() if name in state}
@@ -130,7 +135,21 @@ def warm_model(
         raise InputError(f"`{broken[0]}` of the draft to start from is not finite", where=config.init_from)
     model.load_state_dict({name: found[name].to(state[name].dtype).reshape(state[name].shape) for name in state})
     _freeze(model, config)
+    if not model.embed_tokens.weight.requires_grad and not _is_targets(found["embed_tokens.weight"], parts):
+        if config.train_embedding is False:
+            raise UsageError(
+                "the draft to start from has an embedding of its own, and `train_embedding = false` would leave it out",
+                where=config.init_from,
+                hint="leave `train_embedding` out",
+            )
+        model.embed_tokens.weight.requires_grad_(True)
     return model
+
+
+def _is_targets(embedding: torch.Tensor, parts: TargetParts) -> bool:
+    """Whether every row is the target's, compared a part at a time."""
+    pairs = zip(torch.split(embedding, EMBEDDING_ROWS), torch.split(parts.embedding, EMBEDDING_ROWS), strict=True)
+    return all(torch.equal(own, rows.float()) for own, rows in pairs)
 
 
 def served_head(

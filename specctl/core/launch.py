@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from specctl.core.parallel import enter_group, file_store, leave_group
@@ -17,6 +18,7 @@ from specctl.errors import MachineError, SpecctlError
 from specctl.records.progress import ForwardingReporter, Reporter, SilentReporter
 
 GRACE_S = 5.0
+BEAT_S = 2.0
 
 
 class Job(Protocol):
@@ -26,10 +28,11 @@ class Job(Protocol):
         """Do this rank's part."""
 
 
-def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) -> None:
+def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter, silence_s: float | None = None) -> None:
     """Run `job` on pp x tp ranks of this machine, in this process when that is one.
 
-    Raises what the first failing rank raised; a rank that dies takes the others with it.
+    Raises what the first failing rank raised; a rank that dies takes the others with it, and so does one
+    that shows no sign of life for `silence_s` seconds once it has shown one.
     """
     if pp * tp == 1:
         job(Placement(), reporter)
@@ -41,7 +44,7 @@ def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) ->
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock),
+                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock, silence_s is not None),
                 name=f"specctl-rank-{rank}",
                 daemon=True,
             )
@@ -51,14 +54,15 @@ def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter) ->
             for process in processes:
                 process.start()
             sender.close()
-            _watch(processes, receiver, reporter)
+            _watch(processes, receiver, reporter, silence_s)
         finally:
             _end(processes)
 
 
-def _watch(processes: list[Any], receiver: Any, reporter: Reporter) -> None:
+def _watch(processes: list[Any], receiver: Any, reporter: Reporter, silence_s: float | None) -> None:
     """Replay the ranks' talk until all have ended; raise what the first failing one said."""
     failures: dict[int, SpecctlError | str] = {}
+    heard: dict[int, float] = {}
     is_open = True
     while is_open or any(p.is_alive() for p in processes):
         waitable = [p.sentinel for p in processes if p.is_alive()] + [receiver] * is_open
@@ -69,16 +73,28 @@ def _watch(processes: list[Any], receiver: Any, reporter: Reporter) -> None:
             except EOFError:
                 is_open = False
                 continue
+            heard[rank] = time.monotonic()
             if method == "failed":
                 failures[rank] = arguments[0]
-            else:
+            elif method != "beat":
                 getattr(reporter, method)(*arguments)
         elif failures or any(p.exitcode not in (None, 0) for p in processes):
             _drain(receiver, failures)
             break
+        if silence_s is not None:
+            _refuse_silence(processes, heard, silence_s)
     ended = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode not in (None, 0)}
     if failures or ended:
         raise _cause(failures, ended)
+
+
+def _refuse_silence(processes: list[Any], heard: dict[int, float], silence_s: float) -> None:
+    """Raises MachineError for a living rank that was heard before and is not any more."""
+    for rank, last in heard.items():
+        if processes[rank].is_alive() and time.monotonic() - last > silence_s:
+            raise MachineError(
+                f"rank {rank} hangs: no sign of life for {silence_s:.0f} s", hint="the other ranks were ended too"
+            )
 
 
 def _drain(receiver: Any, failures: dict[int, SpecctlError | str]) -> None:
@@ -95,7 +111,9 @@ def _drain(receiver: Any, failures: dict[int, SpecctlError | str]) -> None:
 
 def _cause(failures: dict[int, SpecctlError | str], ended: dict[int, int]) -> Exception:
     """The failure that explains the others: a named error, else a killed rank, else a traceback."""
-    for failure in failures.values():
+    for rank, failure in failures.items():
+        if isinstance(failure, MachineError):
+            return MachineError(f"rank {rank}: {failure.message}", where=failure.where, hint=failure.hint)
         if isinstance(failure, SpecctlError):
             return failure
     for rank, code in ended.items():
@@ -104,7 +122,7 @@ def _cause(failures: dict[int, SpecctlError | str], ended: dict[int, int]) -> Ex
             why = "most likely out of memory" if name == "SIGKILL" else "it crashed"
             return MachineError(
                 f"rank {rank} was ended by {name}, {why}",
-                hint="finished shards are kept; run the same command again to continue",
+                hint="run the same command again; what was finished is kept",
             )
     if failures:
         rank, text = next(iter(failures.items()))
@@ -127,7 +145,15 @@ def _end(processes: list[Any]) -> None:
 
 
 def _rank_main(
-    job: Job, rank: int, pp: int, tp: int, device: str, store_path: str, sender: Any, send_lock: Any
+    job: Job,
+    rank: int,
+    pp: int,
+    tp: int,
+    device: str,
+    store_path: str,
+    sender: Any,
+    send_lock: Any,
+    is_heard: bool,
 ) -> None:
     # The parent ends its ranks; a Ctrl-C in the terminal reaches them too and must not.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -138,6 +164,8 @@ def _rank_main(
         with send_lock:
             sender.send((rank, *message))
 
+    if is_heard:
+        threading.Thread(target=_beat, args=(send,), daemon=True).start()
     placement = place(rank, pp * tp, rank, pp=pp, tp=tp)
     reporter: Reporter = ForwardingReporter(send) if placement.is_lead else SilentReporter()
     try:
@@ -150,6 +178,12 @@ def _rank_main(
     except Exception as error:  # the border of the process: the parent decides what it means
         send(("failed", (f"{type(error).__name__}: {error}",)))
         os._exit(1)
+
+
+def _beat(send: Callable[[tuple[str, tuple[Any, ...]]], None]) -> None:
+    while True:
+        send(("beat", ()))
+        time.sleep(BEAT_S)
 
 
 def _die_with_parent() -> None:

@@ -46,7 +46,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One verification: the draft's tokens, how many were kept (before any cut), and the target's token after."""
+    """A forward of the target after the prompt's: the draft's tokens (none in plain decoding), how many were
+    kept (before any cut), and the target's token after.
+    """
 
     drafted: tuple[int, ...]
     accepted: int
@@ -175,7 +177,7 @@ class Batch:
         return verdicts
 
     def _take(self, row: _Row, verdict: Verdict) -> None:
-        if row.drafted:
+        if row.new:
             row.steps.append(Step(tuple(row.drafted), verdict.accepted, verdict.following))
         row.tokens += [*row.drafted[: verdict.accepted], verdict.following]
         row.drafted, row.odds = [], None

@@ -13,10 +13,13 @@ import torch
 from specctl.core import gguf
 from specctl.core.losses import Teacher, make_teacher
 from specctl.core.target import resolve, weights_fingerprint
-from specctl.errors import TargetError
-from specctl.files.target import TargetFiles, read_target
+from specctl.errors import NotSupportedError, TargetError
+from specctl.files.checkpoint import open_checkpoint
+from specctl.files.target import HEADS, TargetFiles, read_target
 from specctl.files.tensors import TensorEntry
 from specctl.records.target import text_settings
+
+HEAD_BIASES = tuple(name.replace(".weight", ".bias") for name in HEADS)
 
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -38,7 +41,7 @@ class TargetParts:
 
 
 def read_parts(name: str, revision: str | None = None) -> TargetParts:
-    """The parts of a target that training needs, mapped, not loaded. Raises TargetError."""
+    """The parts of a target that training needs, mapped, not loaded. Raises TargetError, NotSupportedError."""
     folder, gguf_file = resolve(name, revision)
     fingerprint = weights_fingerprint(folder, gguf_file)
     if gguf_file is not None:
@@ -50,6 +53,7 @@ def read_parts(name: str, revision: str | None = None) -> TargetParts:
     if files.embedding is None or files.lm_head is None:
         what = "embedding" if files.embedding is None else "head"
         raise TargetError(f"the target's weights hold no {what} that can be found", where=str(folder))
+    _refuse_bias(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _, text = text_settings(raw)
     return TargetParts(
@@ -82,15 +86,26 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
             where=str(entry.path),
         )
     dtype = _TORCH[entry.dtype]
-    count = entry.nbytes // dtype.itemsize
     flat = torch.from_file(str(entry.path), shared=False, size=entry.path.stat().st_size, dtype=torch.uint8)
-    return flat[entry.begin : entry.begin + entry.nbytes].view(dtype)[:count].reshape(entry.shape)
+    data = flat[entry.begin : entry.begin + entry.nbytes]
+    # The format promises no alignment, and torch views none that is not.
+    data = data if entry.begin % dtype.itemsize == 0 else data.clone()
+    return data.view(dtype).reshape(entry.shape)
 
 
 def _scale(text: Mapping[str, Any]) -> float:
-    """What logits are multiplied by: Cohere multiplies, Granite divides."""
-    if isinstance(text.get("logit_scale"), (int, float)):
-        return float(text["logit_scale"])
-    if isinstance(text.get("logits_scaling"), (int, float)):
-        return 1.0 / float(text["logits_scaling"])
+    """What logits are multiplied by: Cohere, Falcon-H1 and HyperCLOVA X multiply, Granite divides."""
+    for key in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
+        if isinstance(text.get(key), (int, float)):
+            value = float(text[key])
+            is_divided = key == "logits_scaling" and text.get("model_type") != "hyperclovax"
+            return 1.0 / value if is_divided else value
     return 1.0
+
+
+def _refuse_bias(folder: Path) -> None:
+    """Raises NotSupportedError for a head that adds a bias, as Phi's: no draft's head has one to learn it with."""
+    names = open_checkpoint(folder, lambda name: name.endswith(HEAD_BIASES)).tensors
+    found = [name for name in names if name.endswith(HEAD_BIASES)]
+    if found:
+        raise NotSupportedError(f"the target's head has the bias `{found[0]}`", where=str(folder))

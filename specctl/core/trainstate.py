@@ -18,19 +18,13 @@ from typing import Any
 import torch
 
 from specctl.core.replicas import like
-from specctl.errors import InputError
+from specctl.errors import InputError, SettingsChangedError
 from specctl.files.durable import new_folder, sync_file
 from specctl.records.training import CHECKPOINTS
 
 STATE = "state.pt"
 _DAMAGED = (
-    OSError,
-    RuntimeError,
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    EOFError,
+    *(OSError, RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError),
     pickle.UnpicklingError,
 )
 _STEP = re.compile(r"step-(\d{9})")
@@ -55,11 +49,14 @@ class Progress:
 
 
 def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], progress: Progress) -> Path:
-    """Write a checkpoint of fp32 masters, optimizer, position and random states. Raises MachineError."""
+    """Write a checkpoint of fp32 masters, optimizer, position and random states.
+
+    One of this step that is there is kept: it is what the run went on from, and to write it again would leave
+    a moment without it. Raises MachineError.
+    """
     folder = out / CHECKPOINTS / f"step-{progress.step:09d}"
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    folder.parent.mkdir(exist_ok=True)
+    if (folder / STATE).is_file():
+        return folder
     record = {
         "model": dict(model),
         "optimizer": optimizer,
@@ -68,41 +65,53 @@ def save_state(out: Path, model: Mapping[str, torch.Tensor], optimizer: Mapping[
         "python_rng": _plain(random.getstate()),
     }
     with new_folder(folder, "a checkpoint") as temporary:
-        torch.save(record, temporary / STATE)
-        sync_file(temporary / STATE)
+        _write(record, temporary / STATE)
     return folder
+
+
+def _write(record: Mapping[str, Any], path: Path) -> None:
+    """Raises OSError, also for a full disk, which torch tells as an error of its archive."""
+    try:
+        with path.open("wb") as file:
+            torch.save(record, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+    sync_file(path)
 
 
 def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Put a checkpoint's weights, moments and random states in force; a rank of a shared model takes its share.
 
-    Raises InputError.
+    Raises InputError, SettingsChangedError for the map of another draft vocabulary: the teacher's is made already.
     """
     path = folder / STATE
     try:
         record = torch.load(path, map_location="cpu", weights_only=True)
         held = model.state_dict()
+        _require_same_map(record["model"].get("d2t"), held.get("d2t"), path)
         model.load_state_dict({name: like(value, held[name]) for name, value in record["model"].items()})
         optimizer.load_state_dict(_shared_moments(record["optimizer"], optimizer))
         torch.set_rng_state(record["torch_rng"])
         version, words, gauss = record["python_rng"]
         random.setstate((version, tuple(words), gauss))
         return _progress(record["progress"])
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _DAMAGED as error:
         raise InputError(
             f"the checkpoint cannot be continued from: {(str(error) or repr(error)).splitlines()[0]}",
             where=str(path),
             hint="remove this checkpoint's folder to continue from the one before",
         ) from error
+
+
+def _require_same_map(old: torch.Tensor | None, new: torch.Tensor | None, path: Path) -> None:
+    if old is not None and new is not None and old.shape == new.shape and not torch.equal(old, new.cpu()):
+        raise SettingsChangedError(
+            "the draft's vocabulary is not the one that the run began with",
+            where=str(path),
+            hint="were the shards' token counts, the target's end tokens or the draft to start from changed?",
+        )
 
 
 def _progress(record: dict[str, Any]) -> Progress:
@@ -140,7 +149,7 @@ def checkpoints(out: Path) -> list[Path]:
 def prune(out: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for folder in checkpoints(out)[: -keep or None]:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plain(state: Any) -> list[Any]:

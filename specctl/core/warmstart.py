@@ -21,6 +21,7 @@ KEPT = ("num_draft_tokens", "aux_ids", "num_aux", "max_position_embeddings", "dt
 
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "draft_vocab_size",
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
 )
 """Settings that are the earlier draft's; a run that asks for others would not get them."""
@@ -46,6 +47,8 @@ def warm_start(config: TrainConfig, head: HeadConfig, parts: TargetParts) -> Dra
     if found.parallel_drafting != head.parallel_drafting:
         kind = "a P-EAGLE" if found.parallel_drafting else "an EAGLE-3"
         raise UsageError(f"the draft to start from is {kind} head", where=config.init_from)
+    if config.init_head != "target":
+        raise UsageError("`init_head` has no meaning for a draft that brings its head", where=config.init_from)
     _require_same(config, found)
     kept = {key: getattr(head, key) for key in KEPT}
     return headmaking.warm_model(config, replace(found, **kept), tensors, parts)

@@ -48,9 +48,7 @@ def inspect_run(folder: Path, picture: str | None = None) -> RunReport:
     evaluations: dict[int, Evaluation] = {}
     for record in _records(folder / LOG_FILE):
         if record["kind"] == "eval":
-            depths = tuple(DepthScore(**depth) for depth in record.pop("depths"))
-            fields = {key: record[key] for key in ("step", "tokens", "loss", "acceptance_length")}
-            evaluations[record["step"]] = Evaluation(**fields, depths=depths)
+            evaluations[record["step"]] = _evaluation(record)
         else:
             losses[record["step"]] = record
     last = losses[max(losses)] if losses else {}
@@ -80,6 +78,22 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    """Raises KeyError, TypeError or ValueError for a record of another form."""
+    depths = tuple(DepthScore(**{**depth, "loss": _number(depth["loss"])}) for depth in record["depths"])
+    step, tokens = record["step"], record["tokens"]
+    return Evaluation(step, tokens, _number(record["loss"]), _number(record["acceptance_length"]), depths)
+
+
+def _require_numbers(record: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for a line that `specctl train` does not write."""
+    if not isinstance(record["step"], int) or record["kind"] not in ("train", "eval"):
+        raise ValueError(record)
+    _number(record["loss"])
+    if record["kind"] == "eval":
+        _evaluation(record)
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     """The log's lines; a last line that was cut by a kill is left out. Raises InputError."""
     records = []
@@ -92,9 +106,9 @@ def _records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines):
         try:
             record = json.loads(line)
-            assert isinstance(record["step"], int) and isinstance(record["kind"], str)
+            _require_numbers(record)
             records.append(record)
-        except (ValueError, KeyError, TypeError, AssertionError):
+        except (ValueError, KeyError, TypeError):
             if number + 1 < len(lines):
                 raise InputError(f"line {number + 1} of the log is none", where=str(path)) from None
     return records

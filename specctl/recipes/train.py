@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,9 +56,15 @@ RANGES: Final[Mapping[str, tuple[Callable[[float], bool], tuple[str, ...]]]] = {
 
 FILE_ONLY: Final = (
     *("clip", "eval_rows", "head_dim", "hidden_size", "intermediate_size", "log_every", "max_bad_samples", "min_lr"),
-    *("num_attention_heads", "num_key_value_heads", "rope_theta", "warmup", "weight_decay"),
+    *("num_attention_heads", "num_key_value_heads", "rope_theta", "segments", "warmup", "weight_decay"),
 )
 """Numbers that have no flag and are given in the config file."""
+
+PATHS: Final = ("target", "init_from")
+"""Settings that may be a path, which is another text from another working folder."""
+
+PARALLEL_ONLY: Final = ("ptd_token_id", "cod_ratio", "cod_floor", "segments")
+"""Settings of P-EAGLE, which an EAGLE-3 draft has no use for."""
 
 
 def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
@@ -71,32 +79,36 @@ def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
     refuse(config)
     world = parallel.torchrun_world(1, 1)
     ranks = world.size if world is not None else config.nproc
-    if config.accumulate % ranks:
-        raise UsageError(
-            f"`--accumulate {config.accumulate}` is no multiple of the {ranks} processes",
-            hint="the rows of a step are shared out evenly, so that one process and several give the same run",
-        )
+    refuse_uneven(config, ranks)
     out = Path(config.out)
     is_lead = world is None or world.rank == 0
     began = time.monotonic()
-    if is_lead:
-        begin(config, out, reporter)
-    try:
-        if world is not None:
-            parallel.run_in_world(world, TrainJob(config), pp=world.size, tp=1, device=config.device, reporter=reporter)
-        else:
-            run_local(TrainJob(config), pp=ranks, tp=1, device=config.device, reporter=reporter)
-    except KeyboardInterrupt:
-        raise InterruptedRun(
-            "interrupted", where=str(out), hint="`--resume` goes on from the last checkpoint; nothing saved is lost"
-        ) from None
-    except SpecctlError:
-        if is_lead:
-            _forget(out)
-        raise
-    if not is_lead:
-        return None
-    return report_on(config, out, time.monotonic() - began)
+    with begun(config, out, reporter) if is_lead else contextlib.nullcontext():
+        try:
+            if world is not None:
+                parallel.run_in_world(
+                    world, TrainJob(config), pp=world.size, tp=1, device=config.device, reporter=reporter
+                )
+            else:
+                run_local(TrainJob(config), pp=ranks, tp=1, device=config.device, reporter=reporter)
+        except KeyboardInterrupt:
+            raise InterruptedRun(
+                "interrupted", where=str(out), hint="`--resume` goes on from the last checkpoint; nothing saved is lost"
+            ) from None
+        except SpecctlError:
+            if is_lead:
+                _forget(out)
+            raise
+        return report_on(config, out, time.monotonic() - began) if is_lead else None
+
+
+def refuse_uneven(config: TrainConfig, ranks: int) -> None:
+    """Raises UsageError where the rows of a step cannot be shared out evenly over the processes."""
+    if config.accumulate % ranks:
+        raise UsageError(
+            f"`--accumulate {config.accumulate}` is no multiple of the {ranks} processes",
+            hint=f"make it a multiple of {ranks}: one process and several give the same run only with even shares",
+        )
 
 
 def refuse(config: TrainConfig) -> None:
@@ -112,12 +124,16 @@ def refuse(config: TrainConfig) -> None:
         raise UsageError(f"`init_head` is `{config.init_head}`", hint="it is `target` or `fresh`")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise UsageError(f"`betas` are {list(config.betas)}; they are two numbers from 0 to below 1, as in [0.9, 0.95]")
+    if config.norm_before_fc and config.fc_norm:
+        raise UsageError("`norm_before_fc` and `fc_norm` exclude each other", hint="norm each state or all together")
     if config.weights and len(config.weights) != len(config.shards):
         raise UsageError(f"{len(config.weights)} `weights` for {len(config.shards)} shard folders")
     if config.weights and not (all(0 <= weight < math.inf for weight in config.weights) and any(config.weights)):
         raise UsageError(f"`weights` are {list(config.weights)}; each is 0 or more and finite, and one above 0")
-    if config.ptd_token_id is not None and not config.parallel_drafting:
-        raise UsageError("`--ptd-token-id` has a meaning only with `--parallel-drafting`")
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    for name in PARALLEL_ONLY:
+        if not config.parallel_drafting and getattr(config, name) != defaults[name]:
+            raise UsageError(f"`{_spelled(name)}` has a meaning only with `--parallel-drafting`")
     if config.dtype not in ("auto", "float32", "bfloat16"):
         raise UsageError(f"`--dtype {config.dtype}` is not auto, float32 or bfloat16")
 
@@ -126,14 +142,20 @@ def _refuse_numbers(config: TrainConfig) -> None:
     for what, (is_right, names) in RANGES.items():
         for name, value in ((name, getattr(config, name)) for name in names):
             if value is not None and not is_right(value):
-                spelled = f"{name} =" if name in FILE_ONLY else f"--{name.replace('_', '-')}"
+                spelled = f"{name} =" if name in FILE_ONLY else _spelled(name)
                 raise UsageError(f"`{spelled} {value}` is {what}")
 
 
-def begin(config: TrainConfig, out: Path, reporter: Reporter) -> None:
-    """Make the run's folder, or see that this run fits the one there.
+def _spelled(name: str) -> str:
+    return name if name in FILE_ONLY else f"--{name.replace('_', '-')}"
 
-    Raises SettingsChangedError listing what differs, UsageError for a folder that is in the way.
+
+@contextlib.contextmanager
+def begun(config: TrainConfig, out: Path, reporter: Reporter) -> Iterator[None]:
+    """Make the run's folder, or see that this run fits the one there, and keep it to this run.
+
+    Raises SettingsChangedError listing what differs, UsageError for a folder that is in the way, MachineError
+    while another run trains in it.
     """
     from specctl.core.folder import write_atomic
 
@@ -147,18 +169,55 @@ def begin(config: TrainConfig, out: Path, reporter: Reporter) -> None:
         elif config.resume:
             raise UsageError("there is nothing to resume", where=str(out), hint="leave `--resume` out to start")
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(run, (json.dumps(record, indent=1) + "\n").encode())
+        folder = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise MachineError(f"the run's folder cannot be written: {error.strerror}", where=str(out)) from error
+        raise _unwritable(out, error) from error
+    try:
+        _lock(folder, out)
+        try:
+            write_atomic(run, (json.dumps(record, indent=1) + "\n").encode())
+        except OSError as error:
+            raise _unwritable(out, error) from error
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, out: Path) -> None:
+    """Raises MachineError while another process holds the folder; ends with this one, however it ends."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MachineError(
+            "another run trains in this folder", where=str(out), hint="wait for it, or choose another `--out`"
+        ) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def _unwritable(out: Path, error: OSError) -> MachineError:
+    return MachineError(f"the run's folder cannot be written: {error.strerror}", where=str(out))
 
 
 def settings_of(config: TrainConfig) -> Mapping[str, Any]:
     """The settings that a resumed run has to share, as JSON holds them. Raises ShardError."""
     values = {key: getattr(config, key) for key in FIXED}
     values["shards"] = [str(Path(folder).resolve()) for folder in config.shards]
+    values |= {key: _settled(values[key]) for key in PATHS}
     values["shard_contents"] = [_contents(Path(folder)) for folder in config.shards]
     plain: Mapping[str, Any] = json.loads(json.dumps(values))
     return plain
+
+
+def _settled(name: str | None) -> str | None:
+    """A path as it is from anywhere; the id of a hub model stays."""
+    return str(Path(name).resolve()) if name is not None and _is_there(name) else name
+
+
+def _is_there(name: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # no name of a file at all
+        return Path(name).exists()
+    return False
 
 
 def _contents(folder: Path) -> str:
@@ -179,6 +238,7 @@ def _forget(out: Path) -> None:
 def _continue(config: TrainConfig, new: Mapping[str, Any], run: Path, reporter: Reporter) -> None:
     try:
         old = {**json.loads(run.read_text(encoding="utf-8"))["settings"]}
+        old |= {key: _settled(old[key]) for key in PATHS if key in old}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError("the run's settings cannot be read", where=str(run)) from error
     if not config.resume:
@@ -207,7 +267,8 @@ def report_on(config: TrainConfig, out: Path, seconds: float) -> TrainReport:
     except (OSError, ValueError) as error:
         raise MachineError("the run ended without a result", where=str(out)) from error
     checked = check(CheckConfig(str(out / DRAFT), target=_target_path(config.target)), SilentReporter())
-    verdict = "passes" if checked.passes else "fails: " + ", ".join(f.rule for f in checked.findings)
+    errors = [finding.rule for finding in checked.findings if finding.level == "error"]
+    verdict = "passes" if checked.passes else f"fails: {', '.join(errors)}"
     done, scored = result["progress"], result["evaluation"]
     evaluation = None
     if scored is not None:

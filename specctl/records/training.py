@@ -1,7 +1,7 @@
 """What a training run is asked, and what it answers. No torch."""
 
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 RUN_FILE: Final = "run.json"
 LOG_FILE: Final = "log.jsonl"
@@ -156,8 +156,6 @@ class TrainReport:
     evaluation: Evaluation | None
     verdict: str
     passes: bool
-    notes: tuple[str, ...] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
