@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
+    context: typer.Context,
     path: Annotated[
         str,
         typer.Argument(metavar="PATH", help="Shard folder, training run, or a target's folder, hub id or GGUF file."),
@@ -50,6 +51,9 @@ def inspect(
     from specctl.recipes.inspectrun import inspect_run, is_run
 
     if is_run(Path(path)):
+        ignored = [name for name in ("compare", "sample", "target") if options.is_given(context, name)]
+        if ignored:
+            raise UsageError(f"`--{ignored[0]}` has no meaning for a training run", where=path)
         # matplotlib wants a folder for its cache, and home may not be writable.
         os.environ.setdefault("MPLCONFIGDIR", tempfile.gettempdir())
         run = inspect_run(Path(path), plot)

@@ -55,12 +55,15 @@ def train(
         typer.Option(help="Layers whose states it reads, as in `extract`; all that are stored if not given."),
     ] = None,
     depth_decay: Annotated[
-        float | None, typer.Option(help="Weight of each further token against the one before; 0.8 if not given.")
+        float | None, typer.Option(help="Weight of each further token against the one before; 0.6 if not given.")
     ] = None,
     cod_ratio: Annotated[
         float, typer.Option(help="P-EAGLE: share of positions trained on for each further token.")
     ] = 0.8,
     cod_floor: Annotated[float, typer.Option(help="P-EAGLE: the least share for any token.")] = 0.2,
+    segments: Annotated[
+        int, typer.Option(help="P-EAGLE: parts to compute a batch in; more need less memory and change no number.")
+    ] = 1,
     loss: Annotated[
         str, typer.Option(help="What is learned. kl: the target's probabilities; ce: its likeliest token.")
     ] = "kl",

@@ -63,7 +63,7 @@ def fresh_head(config: TrainConfig, parts: TargetParts, aux_ids: Sequence[int], 
         rope=_rope(config, facts.rope),
         max_position_embeddings=facts.max_position_embeddings or _size(text, "n_positions", "max_seq_len"),
         norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
+        norm_before_fc=norms_before_fc(config),
         fc_norm=config.fc_norm,
         norm_output=config.norm_output,
         parallel_drafting=config.parallel_drafting,
@@ -74,6 +74,13 @@ def fresh_head(config: TrainConfig, parts: TargetParts, aux_ids: Sequence[int], 
         dtype=facts.dtype or "float32",
         verifier=facts.name,
     )
+
+
+def norms_before_fc(config: TrainConfig) -> bool:
+    """Whether one norm runs over the fused states; EAGLE-3 drafts learn faster with it (docs/defaults.md)."""
+    if config.norm_before_fc is not None:
+        return config.norm_before_fc
+    return not (config.parallel_drafting or config.fc_norm)
 
 
 def fresh_model(

@@ -181,7 +181,8 @@ class Trainer:
 
     def _refuse_divergence(self, report: StepReport) -> None:
         done = report.progress
-        if done.skipped >= SKIPPED_BEFORE_THE_END or (done.skipped and done.step == self.task.total_steps):
+        is_lost = done.step == self.task.total_steps and done.skipped and not math.isfinite(done.loss)
+        if done.skipped >= SKIPPED_BEFORE_THE_END or is_lost:
             raise UsageError(
                 f"no gradient of the last {done.skipped} steps, up to step {done.step}, is finite",
                 where=self.task.config.out,

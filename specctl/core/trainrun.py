@@ -45,6 +45,19 @@ class TrainJob:
     config: TrainConfig
 
     def __call__(self, placement: Placement, reporter: Reporter) -> None:
+        try:
+            self._run(placement, reporter)
+        except RuntimeError as error:
+            # On a CPU torch says it with a plain RuntimeError.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            raise MachineError(
+                f"out of memory with rows of {self.config.batch_tokens} tokens",
+                where=self.config.out,
+                hint="a smaller `--batch-tokens`, `checkpoint_layers = true` in the config, or `--segments`",
+            ) from error
+
+    def _run(self, placement: Placement, reporter: Reporter) -> None:
         config, out = self.config, Path(self.config.out)
         ready = prepare(config, pick_device(config.device, placement.local_rank))
         replicas = Replicas(placement, is_sharded=config.fsdp)
@@ -92,6 +105,8 @@ def run_loop(ready: Ready, trainer: Trainer, config: TrainConfig, reporter: Repo
     last: StepReport | None = None
     scored: Evaluation | None = None
     reporter.start("train", task.total_steps, "steps", trainer.progress.step)
+    if is_lead and trainer.progress.step < task.total_steps:
+        (out / RESULT_FILE).unlink(missing_ok=True)  # of a shorter run, which this one goes on from
     with RunLog(out, config.log) if is_lead else nullcontext() as log:
         for last in trainer.steps():
             step = last.progress.step
@@ -204,4 +219,7 @@ def write_result(out: Path, trainer: Trainer, scored: Evaluation | None) -> None
         "samples": len(trainer.task.training),
         "held_out": len(trainer.task.held_out),
     }
-    (out / RESULT_FILE).write_text(to_json(record), encoding="utf-8")
+    try:
+        (out / RESULT_FILE).write_text(to_json(record), encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"the result cannot be written: {error.strerror}", where=str(out)) from error

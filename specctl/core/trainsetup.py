@@ -29,6 +29,7 @@ from specctl.records.head import HeadConfig
 from specctl.records.training import TrainConfig
 
 DEFAULT_LR = 1e-3
+DEFAULT_DECAY = 0.6
 DEFAULT_EPOCHS = 1.0
 
 
@@ -91,7 +92,7 @@ def prepare(config: TrainConfig, device: torch.device) -> Ready:
 def draft_settings(config: TrainConfig) -> DraftSettings:
     """The algorithm's settings, with the defaults of docs/defaults.md."""
     tokens = config.num_draft_tokens or (4 if config.parallel_drafting else 3)
-    decay = config.depth_decay if config.depth_decay is not None else 0.8
+    decay = config.depth_decay if config.depth_decay is not None else DEFAULT_DECAY
     return DraftSettings(
         num_draft_tokens=tokens,
         depth_decay=decay,
@@ -123,23 +124,26 @@ def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path
     Raises UsageError, ShardError without token counts. Source: NVIDIA-NeMo/Automodel#2376.
     """
     token, facts = config.ptd_token_id, parts.files.facts
+    counts = sum(token_counts(folder, "total", vocab_size=facts.vocab_size) for folder in folders)
+    assert isinstance(counts, torch.Tensor)
+    free = [i for i in (counts == 0).nonzero()[:, 0].tolist() if i not in facts.eos_token_ids]
+    hint = "choose an id of the vocabulary that never occurs in text, as an unused or padding row"
+    hint += f"; in these shards {', '.join(map(str, free[-3:]))} do not" if free else ""
     if token is None:
         raise UsageError(
             "`--parallel-drafting` needs `--ptd-token-id`, the reserved token of slots that are not known yet",
-            hint="choose an id of the vocabulary that never occurs in text, as an unused or padding row",
+            hint=hint,
         )
     if not 0 <= token < facts.vocab_size:
         raise UsageError(f"`--ptd-token-id {token}` is not in the target's vocabulary, 0 to {facts.vocab_size - 1}")
     if token in facts.eos_token_ids:
-        raise UsageError(f"`--ptd-token-id {token}` ends the target's texts", hint="choose an id that never occurs")
-    for folder in folders:
-        count = int(token_counts(folder, "total", vocab_size=facts.vocab_size)[token])
-        if count:
-            raise UsageError(
-                f"`--ptd-token-id {token}` occurs {count} times in the training data",
-                where=str(folder),
-                hint="choose an id that never occurs in text",
-            )
+        raise UsageError(f"`--ptd-token-id {token}` ends the target's texts", hint=hint)
+    if int(counts[token]):
+        raise UsageError(
+            f"`--ptd-token-id {token}` occurs {int(counts[token])} times in the training data",
+            where=", ".join(map(str, folders)),
+            hint=hint,
+        )
 
 
 def lengths(config: TrainConfig, places: Any, weights: tuple[float, ...]) -> tuple[int, int]:

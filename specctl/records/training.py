@@ -101,7 +101,7 @@ class TrainConfig:
     head_dim: int | None = None
     rope_theta: float | None = None
     norm_before_residual: bool = False
-    norm_before_fc: bool = False
+    norm_before_fc: bool | None = None
     fc_norm: bool = False
     norm_output: bool = False
     segments: int = 1

@@ -7,6 +7,7 @@ bounded, so no column ever passes 2^31 values in one piece (apache/arrow#43185).
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +25,8 @@ COMPRESSIONS: Final = ("zstd", "none")
 IS_RANDOM_ACCESS: Final = False
 
 ZSTD_LEVEL: Final = 1
-ROW_GROUP_BYTES: Final = 32 << 20
-"""Bytes of one slot in one row group: what a reader must hold to read a sample."""
+ROW_GROUP_BYTES: Final = 4 << 20
+"""Bytes of one slot in one row group: what a reader decodes to read a sample."""
 
 _STORED: Final = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.float32}
 _REDO: Final = "delete this file and run the same `specctl extract` again; it makes only what is missing"
@@ -102,17 +103,29 @@ class Reader:
             raise ShardError(
                 f"the shard has no slot `{slot}`; it has {', '.join(self.layout.slots)}", where=str(self._path)
             )
-        num_values = self.layout.num_tokens * self.layout.hidden_size
-        flat = self._flat(f"hidden.{slot}", _STORED[self.layout.dtype], num_values)
-        states: SlotArray = flat.view(NUMPY_DTYPE[self.layout.dtype]).reshape(
-            self.layout.num_tokens, self.layout.hidden_size
-        )
-        return states if rows is None else states[rows]
+        size, bounds = self.layout.hidden_size, self._group_bounds
+        begin, end, step = (rows or slice(None)).indices(self.layout.num_tokens)
+        assert step == 1, "rows that follow each other"
+        # Only the groups that hold a wanted row are decoded.
+        first = max(int(np.searchsorted(bounds, begin, side="right")) - 1, 0)
+        last = max(int(np.searchsorted(bounds, end, side="left")), first)
+        start = int(bounds[first])
+        held = int(bounds[last]) - start
+        flat = self._flat(f"hidden.{slot}", _STORED[self.layout.dtype], held * size, range(first, last))
+        states: SlotArray = flat.view(NUMPY_DTYPE[self.layout.dtype]).reshape(held, size)
+        return states[max(begin - start, 0) : max(end - start, 0)]
 
-    def _flat(self, column: str, dtype: Any, num_values: int) -> NDArray[Any]:
+    @cached_property
+    def _group_bounds(self) -> NDArray[np.int64]:
+        """The row of the slots with which each row group begins, and their end."""
+        counts = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
+        bounds: NDArray[np.int64] = self.offsets()[np.cumsum([0, *counts])]
+        return bounds
+
+    def _flat(self, column: str, dtype: Any, num_values: int, groups: Sequence[int] | None = None) -> NDArray[Any]:
         flat = np.empty(num_values, dtype)
         position = 0
-        for chunk in self._chunks(column):
+        for chunk in self._chunks(column, groups):
             values = chunk.flatten().to_numpy(zero_copy_only=False)
             flat[position : position + len(values)] = values[: num_values - position]
             position += len(values)
@@ -122,9 +135,9 @@ class Reader:
             )
         return flat
 
-    def _chunks(self, column: str) -> Iterator[Any]:
+    def _chunks(self, column: str, groups: Sequence[int] | None = None) -> Iterator[Any]:
         try:
-            for group in range(self._file.num_row_groups):
+            for group in range(self._file.num_row_groups) if groups is None else groups:
                 yield from self._file.read_row_group(group, columns=[column])[column].chunks
         except (pa.ArrowException, OSError, KeyError) as error:
             raise self._damaged(error) from None
