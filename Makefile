@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 TARGET := .cache/targets/smollm2
 DEMO   ?= .cache/demo
 
-.PHONY: demo test test-slow check target fixtures bench bench-train bench-growth docs format clean
+.PHONY: demo test test-slow check target fixtures bench bench-train bench-growth bench-eval docs format clean
 
 # PyTorch first and pinned, so that a CPU machine does not pull a CUDA build.
 $(READY): pyproject.toml
@@ -57,6 +57,11 @@ $(SPECULATORS)/.ready:
 
 bench-train: $(SPECULATORS)/.ready | $(READY)
 	$(BIN)/python benchmarks/train.py --speculators-venv $(SPECULATORS)
+
+DRAFT ?= $(DEMO)/eagle3/draft
+bench-eval: target
+	@test -d $(DRAFT) || $(MAKE) demo
+	$(BIN)/python benchmarks/eval.py --target $(TARGET) --draft $(DRAFT)
 
 bench-growth: $(READY)
 	$(BIN)/python benchmarks/train.py --growth --rounds 1

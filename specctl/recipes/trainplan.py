@@ -53,7 +53,9 @@ def plan_training(config: TrainConfig, reporter: Reporter) -> TrainPlan:
         draft_vocab_size=head.draft_vocab_size,
         coverage=share,
         layers=tuple(head.aux_ids or ()),
+        # Alone, an embedding's gradient is the rows that occurred.
         memory_bytes=_model_bytes(config, others + embedding, trained)
+        - (4 * embedding if trains_embedding and config.nproc == 1 else 0)
         + _teacher_bytes(head, task.compute_dtype.itemsize)
         + _activation_bytes(config, head, task.settings.num_draft_tokens, task.compute_dtype.itemsize),
         disk_bytes=config.keep * state + served,
