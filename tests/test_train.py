@@ -130,6 +130,16 @@ def test_the_draft_passes_the_check_in_vllm(kind, config) -> None:
         assert settings["parallel_drafting"] is True
 
 
+@KINDS
+def test_b6_the_report_says_how_far_training_is_from_serving(kind, config, run_cli) -> None:
+    report = train(kind(config), QUIET)
+    assert report is not None
+    if report.flat_gap is None:
+        assert not kind(config).parallel_drafting
+    else:
+        assert report.flat_gap < 1e-6
+
+
 def test_a_frozen_embedding_is_left_to_the_target_and_a_trained_one_is_saved(config) -> None:
     train(config, QUIET)
     assert "embed_tokens.weight" not in weights(config.out)

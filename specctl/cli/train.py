@@ -170,4 +170,6 @@ def _show(report: Any) -> None:
         )
         for depth in report.evaluation.depths:
             pairs[f"token {depth.depth + 1}"] = f"{depth.accuracy:.1%} right, {depth.joint_rate:.1%} with all before it"
+    if report.flat_gap is not None:
+        pairs["as served"] = f"training and serving layouts differ by {report.flat_gap:.1g} of the logits"
     show_pairs(pairs | {"draft": report.draft, "check-ckpt": report.verdict})

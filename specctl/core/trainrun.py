@@ -19,9 +19,10 @@ from specctl.core import headmaking, trainstate
 from specctl.core.device import peak_memory, pick_device, release_mapped
 from specctl.core.modules import DraftModel
 from specctl.core.optimizer import make_optimizer
+from specctl.core.packing import Row
 from specctl.core.placement import Placement
 from specctl.core.replicas import Replicas, whole
-from specctl.core.rowloader import GreedyTokens
+from specctl.core.rowloader import GreedyTokens, load_row, moved
 from specctl.core.teaching import teacher_of
 from specctl.core.training import StepReport, Trainer
 from specctl.core.trainlog import RunLog
@@ -216,6 +217,7 @@ def write_result(out: Path, trainer: Trainer, scored: Evaluation | None) -> None
         "evaluation": asdict(scored) if scored is not None else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "flat_gap": served_gap(trainer),
         "samples": len(trainer.task.training),
         "held_out": len(trainer.task.held_out),
     }
@@ -223,3 +225,19 @@ def write_result(out: Path, trainer: Trainer, scored: Evaluation | None) -> None
         (out / RESULT_FILE).write_text(to_json(record), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"the result cannot be written: {error.strerror}", where=str(out)) from error
+
+
+def served_gap(trainer: Trainer) -> float | None:
+    """How far a P-EAGLE draft's training forward is from what a server runs, in fp32 on one sample.
+
+    None for drafts that train as they are served, and for a model that ranks share.
+    """
+    task = trainer.task
+    if not task.algorithm.IS_PARALLEL or trainer.replicas.is_sharded:
+        return None
+    place = min((task.held_out or task.training), key=lambda place: place.sample_id)
+    batch = load_row(task.corpus, Row(0, 0, (place,)), None).batch
+    if batch is None or len(place) < 2:
+        return None
+    gap: float = task.algorithm.flat_gap(trainer.model, moved(batch, task.device), task.settings.num_draft_tokens)
+    return gap

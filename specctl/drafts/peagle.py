@@ -18,12 +18,14 @@ from specctl.core.attention import KeysValues
 from specctl.core.depths import Elements, at_depth, depth_zero, depths_beyond, join, score
 from specctl.core.layer import Lead, lead_at
 from specctl.core.losses import Teacher
-from specctl.core.modules import DraftModel
+from specctl.core.modules import DraftCache, DraftModel
 from specctl.core.slots import Slots, scored, slots_of
 from specctl.errors import UsageError
 from specctl.records.draft import DraftBatch, DraftSettings, LossReport
 
 IS_PARALLEL = True
+COMPARED = 8
+"""Slots of a document at which training and serving are compared."""
 
 
 def training_loss(
@@ -122,3 +124,30 @@ def _chain_streams(
     is_checkpointed: bool,
 ) -> torch.Tensor:
     return depths_beyond(model, inputs, chains, slots=slots, core=core, before=None, is_checkpointed=is_checkpointed)[0]
+
+
+@torch.no_grad()
+def flat_gap(model: DraftModel, batch: DraftBatch, num_draft_tokens: int) -> float:
+    """How far this forward is from what a server runs: the difference of logits, relative to their norm.
+
+    A server lays out each proposal flat: all real tokens and states up to a slot, then K - 1 times the
+    reserved token and `mask_hidden`, plainly causal. Taken at some slots of the first document.
+    Source: vllm `spec_decode/utils.py`, `copy_and_expand_eagle_inputs`.
+    """
+    slots, length = slots_of(batch), batch.offsets[1] - 1
+    anchors = torch.linspace(0, length - 1, min(COMPARED, length), device=slots.tokens_N.device).long().unique()
+    every = num_draft_tokens - 1
+    chains = Elements(anchors.repeat_interleave(every), torch.arange(1, every + 1).repeat(len(anchors)).to(anchors))
+    settings = DraftSettings(num_draft_tokens, cod_ratio=1.0, cod_floor=1.0)
+    normed, elements = scored_states(model, batch, slots, (anchors, chains), settings=settings)
+    order = (elements.slots_M * num_draft_tokens + elements.depths_M).argsort()
+    served = torch.cat([_served(model, batch, int(slots.tokens_N[a]), num_draft_tokens) for a in anchors.tolist()])
+    return float((model.logits(normed)[order] - served).norm() / served.norm())
+
+
+def _served(model: DraftModel, batch: DraftBatch, token: int, num_draft_tokens: int) -> torch.Tensor:
+    """Logits [K, W] of the proposal after `token` of the first document, by the flat layout."""
+    masked = num_draft_tokens - 1
+    ids = torch.cat((batch.input_ids[1 : token + 2], *[model.reserved_id()] * masked))
+    hidden = torch.cat((model.project(batch.aux[: token + 1]), *[model.masked_projection()] * masked))
+    return model.logits(model.norm(DraftCache(model).run(ids, hidden)))[-num_draft_tokens:]

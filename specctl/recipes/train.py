@@ -290,6 +290,7 @@ def report_on(config: TrainConfig, out: Path, seconds: float) -> TrainReport:
         evaluation=evaluation,
         verdict=verdict,
         passes=checked.passes,
+        flat_gap=result.get("flat_gap"),
     )
 
 

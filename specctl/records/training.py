@@ -139,7 +139,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a run did. `tokens` counts those seen in training, supervised or not."""
+    """What a run did. `tokens` counts those seen in training, supervised or not. `flat_gap` is how far a P-EAGLE
+    draft's training forward is from what a server runs, relative; None where it was not taken."""
 
     out: str
     draft: str
@@ -156,6 +157,7 @@ class TrainReport:
     evaluation: Evaluation | None
     verdict: str
     passes: bool
+    flat_gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
