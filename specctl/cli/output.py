@@ -4,7 +4,6 @@ Names and texts come from files that others made: what could steer a terminal is
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -99,8 +98,7 @@ def _silence(number: int) -> None:
 
 def show_json(command: str, ok: bool, report: Any) -> None:
     """One JSON object on stdout; field names are those of the report's dataclass."""
-    body = dataclasses.asdict(report) if dataclasses.is_dataclass(report) and not isinstance(report, type) else report
-    record = {"specctl": __version__, "command": command, "ok": ok, "report": body}
+    record = {"specctl": __version__, "command": command, "ok": ok, "report": report}
     text = to_json(record)
     # JSON has an escape of its own for what a terminal would obey; above plane 0 it takes two.
     _write(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))

@@ -1,5 +1,6 @@
 """JSON objects in files that others wrote, and lines of our own. Knows JSON, not what stands in it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -116,6 +117,8 @@ def to_json(value: Any) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _finite(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
