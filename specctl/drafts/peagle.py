@@ -135,7 +135,7 @@ def flat_gap(model: DraftModel, batch: DraftBatch, num_draft_tokens: int) -> flo
     Source: vllm `spec_decode/utils.py`, `copy_and_expand_eagle_inputs`.
     """
     slots, length = slots_of(batch), batch.offsets[1] - 1
-    anchors = torch.linspace(0, length - 1, min(COMPARED, length), device=slots.tokens_N.device).long().unique()
+    anchors = torch.unique(torch.linspace(0, length - 1, min(COMPARED, length), device=slots.tokens_N.device).long())
     every = num_draft_tokens - 1
     chains = Elements(anchors.repeat_interleave(every), torch.arange(1, every + 1).repeat(len(anchors)).to(anchors))
     settings = DraftSettings(num_draft_tokens, cod_ratio=1.0, cod_floor=1.0)
