@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specctl.core.attention import bind_flex
 from specctl.core.attentionplan import Plan, plan_attention
-from specctl.core.device import peak_memory, synchronize
+from specctl.core.device import memory_held, synchronize
 from specctl.core.losses import Teacher, make_teacher
 from specctl.core.modules import DraftModel
 from specctl.core.rowloader import moved
@@ -136,7 +136,7 @@ def timed(case: Case, device: torch.device, seconds: float, peak_tflops: float) 
     print(
         f"{case.name:7s} {case.tokens / each:10,.0f} tokens/s  {each * 1e3:8.1f} ms/step  "
         f"MFU {flops / each / peak_tflops / 1e12:6.1%} (without attention)  "
-        f"peak {peak_memory(device) / 2**30:5.1f} GiB  loss {first:.3f} -> {last:.3f}"
+        f"peak {memory_held(device) / 2**30:5.1f} GiB  loss {first:.3f} -> {last:.3f}"
     )
 
 

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -62,12 +63,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held so far, on the device that computes."""
+def memory_held(device: torch.device) -> int:
+    """Bytes of this process's own memory: the most so far on a GPU, those of now on a CPU.
+
+    Mapped files do not count: shards stay in the system's cache, which takes them back at need.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+    except (OSError, StopIteration, ValueError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
 
 
 def distributed_backend(device: torch.device) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from specctl import plugins
 from specctl.core import headmaking, trainstate
-from specctl.core.device import peak_memory, pick_device, release_mapped
+from specctl.core.device import memory_held, pick_device, release_mapped
 from specctl.core.modules import DraftModel
 from specctl.core.optimizer import make_optimizer
 from specctl.core.packing import Row
@@ -185,17 +185,17 @@ def step_record(report: StepReport, device: torch.device) -> dict[str, Any]:
         "supervised_tokens": done.supervised,
         "bad_samples": done.bad_samples,
         "seconds": round(done.seconds, 3),
-        "peak_memory_bytes": peak_memory(device),
+        "memory_bytes": memory_held(device),
     }
 
 
 def step_line(report: StepReport, total: int, device: torch.device) -> str:
-    """What a person sees of a step; the memory is the most that this process held so far."""
+    """What a person sees of a step; the memory is the process's own."""
     done = report.progress
     rate = done.tokens / done.seconds if done.seconds else 0.0
     return (
         f"step {done.step}/{total}  loss {report.loss:.4f}  lr {report.lr:.2e}  {rate:,.0f} tokens/s  "
-        f"{peak_memory(device) / 2**30:.1f} GiB"
+        f"{memory_held(device) / 2**30:.1f} GiB"
     )
 
 
