@@ -22,10 +22,11 @@ from safetensors.numpy import load_file, save_file
 
 from specctl.cli import app
 from specctl.core import headmaking, trainstate
-from specctl.core.decode import decode_greedily
+from specctl.core.decode import decode_here
 from specctl.core.losses import distil, make_teacher
 from specctl.core.modules import DraftModel
 from specctl.core.slots import scored, slots_of
+from specctl.core.speculate import DecodeSettings, Request
 from specctl.core.target import describe_target, load_target
 from specctl.core.teaching import read_parts
 from specctl.core.trainlog import numbers_of
@@ -725,7 +726,8 @@ PROMPT, NEW, K = [256, 7, 42, 99, 7, 3], 26, 3
 def test_a_text_learned_by_heart_is_accepted_throughout_once_the_draft_is_served(kind, config, tiny, tmp_path) -> None:
     """High training accuracy and an acceptance near 1: labels, states or positions off by one (vllm#14464)."""
     target = load_target(describe_target(tiny("llama")), dtype="float32", device=CPU)
-    text = list(decode_greedily(target, None, PROMPT, max_new_tokens=NEW).tokens)
+    requests = (Request("heart", tuple(PROMPT)),)
+    text = list(decode_here(target, None, requests, settings=DecodeSettings(NEW))[0].tokens)
     row = {"input_ids": PROMPT + text, "loss_mask": [0] * len(PROMPT) + [1] * NEW}
     states = extracted(tiny("llama"), [row], tmp_path / "heart")
     learning = {"loss": "ce", "lr": 5e-3, "schedule": "constant", "depth_decay": 1.0, "max_steps": 150}
@@ -733,9 +735,10 @@ def test_a_text_learned_by_heart_is_accepted_throughout_once_the_draft_is_served
     report = train(replace(asked, cod_ratio=1.0) if asked.parallel_drafting else asked, QUIET)
     assert report is not None and report.passes
     draft = served(report.draft, config.target)
-    found = decode_greedily(target, draft, PROMPT, max_new_tokens=NEW, num_draft_tokens=K)
-    assert list(found.tokens) == text
-    assert found.acceptance_length() == K + 1
+    # The last K tokens are left out: what comes after the text was not taught.
+    [found] = decode_here(target, draft, requests, settings=DecodeSettings(NEW - K, K))
+    assert list(found.tokens) == text[: NEW - K]
+    assert {step.accepted for step in found.steps} == {K}
 
 
 def test_bytes_spoiled_inside_a_checkpoint_are_an_error_with_its_place(config) -> None:

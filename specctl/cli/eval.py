@@ -10,12 +10,14 @@ import typer
 from specctl.cli import options
 from specctl.cli.output import human_bytes, say, show_json, show_lines, show_pairs, show_table, wrapped
 from specctl.cli.reporter import StderrReporter
+from specctl.errors import UsageError
 
 EXAMPLES = (
     "specctl eval ./SmolLM2 run/draft --prompts mt-bench --limit 32 --baseline",
     "specctl eval ./SmolLM2 run/draft --prompts gsm8k --pp 1 --pp 2 --report eval.html",
     "specctl eval --compare before.json after.json",
 )
+WITH_COMPARE = ("compare", "tolerance", "json", "quiet")
 
 
 def register(app: typer.Typer) -> None:
@@ -80,6 +82,7 @@ def evaluate(
     """
     reporter = StderrReporter(is_quiet=quiet)
     if compare is not None:
+        _refuse_more(context)
         return _compare(compare, tolerance, is_json=json)
     from specctl.recipes.evaluate import evaluate as run
     from specctl.recipes.judge import judge
@@ -108,8 +111,20 @@ def _write_page(settings: Any, result: Any, judgement: Any) -> None:
     from specctl.core.target import describe_target, load_tokenizer
     from specctl.recipes.report import write_report
 
-    tokenizer = load_tokenizer(describe_target(settings.target), trust_remote_code=settings.trust_remote_code)
+    is_trusted = settings.trust_remote_code
+    spec = describe_target(settings.target, revision=settings.revision, trust_remote_code=is_trusted)
+    tokenizer = load_tokenizer(spec, trust_remote_code=is_trusted)
     write_report(Path(settings.report), result, judgement, decode=tokenizer.decode)
+
+
+def _refuse_more(context: typer.Context) -> None:
+    """Raises UsageError for what `--compare` would have to ignore."""
+    more = [name for name in context.params if name not in WITH_COMPARE and options.is_given(context, name)]
+    if more:
+        names = ", ".join(
+            name.upper() if name in ("target", "draft") else f"`--{name.replace('_', '-')}`" for name in more
+        )
+        raise UsageError(f"`--compare` measures nothing and takes no {names}", hint="leave it out")
 
 
 def _compare(files: tuple[Path, Path], tolerance: float, *, is_json: bool) -> int:

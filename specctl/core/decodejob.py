@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from specctl.core.device import DTYPES, pick_device, synchronize
 from specctl.core.draftload import build_draft, draft_slots, read_draft
+from specctl.core.modules import DraftModel
 from specctl.core.parallel import Wire
 from specctl.core.placement import Placement, distributed_config
 from specctl.core.relay import Stage
@@ -20,6 +23,7 @@ from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request
 from specctl.core.target import load_target
 from specctl.core.targetrows import TargetRows
 from specctl.core.teaching import read_parts
+from specctl.errors import MachineError
 from specctl.records.progress import Reporter, SilentReporter
 from specctl.records.target import TargetSpec
 
@@ -52,6 +56,17 @@ class DecodeJob:
 
     def __call__(self, placement: Placement, reporter: Reporter) -> None:
         device = pick_device(self.device, placement.local_rank)
+        try:
+            self._run(placement, device, reporter)
+        except RuntimeError as error:
+            # torch tells a full GPU by a class of its own, and a full host in words alone.
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            raise MachineError(
+                f"out of memory on {device} with `--batch {self.batch}`", hint="a smaller `--batch`, or more `--pp`"
+            ) from error
+
+    def _run(self, placement: Placement, device: torch.device, reporter: Reporter) -> None:
         target = load_target(
             self.spec,
             dtype=self.dtype,
@@ -59,48 +74,48 @@ class DecodeJob:
             distributed_config=distributed_config(placement),
             trust_remote_code=self.trust_remote_code,
         )
-        slots: tuple[str, ...] = ()
-        draft = None
-        if self.draft is not None:
-            parts = read_parts(self.spec.path)
-            head, tensors = read_draft(self.draft, parts)
-            slots = draft_slots(head, self.draft)
-            if placement.is_last_stage:
-                draft = build_draft(head, tensors, parts, dtype=DTYPES[self.dtype], device=device)
+        slots, draft = self._draft(placement, device)
         wire = Wire(device)
         with TargetRows(target, slots, placement) as rows:
-            stage = Stage(rows, placement, wire, reporter)
-            quiet = Stage(rows, placement, wire, SilentReporter())
 
-            def run(stage: Stage, requests: Sequence[Request], settings: DecodeSettings) -> tuple[list[Decoded], float]:
+            def run(
+                talker: Reporter, requests: Sequence[Request], settings: DecodeSettings
+            ) -> tuple[tuple[Decoded, ...], float]:
+                def make(some: Sequence[Request]) -> Batch:
+                    return Batch(some, draft, rows.logits, settings=settings, can_cache=rows.can_cache, device=device)
+
                 synchronize(device)
                 began = time.monotonic()
-                found = stage.decode(
-                    requests,
-                    self.batch,
-                    lambda some: Batch(
-                        some, draft, rows.logits, settings=settings, can_cache=rows.can_cache, device=device
-                    ),
-                )
+                found = Stage(rows, placement, wire, talker).decode(requests, self.batch, make)
                 synchronize(device)
-                return found, time.monotonic() - began
+                return tuple(found), time.monotonic() - began
 
-            short = replace(self.settings, max_new_tokens=2)
-            run(quiet, self.requests[:1], short)  # first calls allocate and compile
-            plain: tuple[list[Decoded], float | None] = ([], None)
+            # First calls allocate and compile.
+            run(SilentReporter(), self.requests[: self.batch], replace(self.settings, max_new_tokens=2))
+            plain: tuple[tuple[Decoded, ...], float | None] = ((), None)
             if self.is_timed_plain:
                 reporter.start("plain", len(self.requests), "prompts")
-                plain = run(stage, self.requests, replace(self.settings, num_draft_tokens=0))
+                plain = run(reporter, self.requests, replace(self.settings, num_draft_tokens=0))
                 reporter.stop()
             before = wire.bytes_sent
             reporter.start("decode", len(self.requests), "prompts")
-            decoded, seconds = run(stage, self.requests, self.settings)
+            decoded, seconds = run(reporter, self.requests, self.settings)
             reporter.stop()
         wire.flush()
         sent = wire.total(wire.bytes_sent - before, placement.num_stages * placement.tp_size)
         if placement.is_last_stage and placement.tp_rank == 0:
-            outcome = DecodeOutcome(tuple(decoded), seconds, sent, tuple(plain[0]), plain[1])
-            Path(self.out).write_bytes(pickle.dumps(outcome))
+            Path(self.out).write_bytes(pickle.dumps(DecodeOutcome(decoded, seconds, sent, *plain)))
+
+    def _draft(self, placement: Placement, device: torch.device) -> tuple[tuple[str, ...], DraftModel | None]:
+        """The target's states that the draft takes, on every stage; the draft itself on the last."""
+        if self.draft is None:
+            return (), None
+        parts = read_parts(self.spec.path)
+        head, tensors = read_draft(self.draft, parts)
+        slots = draft_slots(head, self.draft)
+        if not placement.is_last_stage:
+            return slots, None
+        return slots, build_draft(head, tensors, parts, dtype=DTYPES[self.dtype], device=device)
 
 
 def read_outcome(path: Path) -> DecodeOutcome:

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from specctl import plugins
-from specctl.core.headmaking import load_head
+from specctl.core.headmaking import to_tensor
 from specctl.core.modules import DraftModel
 from specctl.core.teaching import TargetParts
 from specctl.errors import InputError, UsageError
 from specctl.files.checkpoint import open_checkpoint
 from specctl.files.head import Asked
+from specctl.files.tensors import Source, TensorEntry
 from specctl.records.head import HeadConfig
 
 
-def read_draft(path: str, parts: TargetParts) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    """A draft's settings and tensors by canonical name. Raises InputError for a folder that is no draft."""
-    layout = plugins.recognise(open_checkpoint(Path(path))) or "vllm"
+def read_draft(path: str, parts: TargetParts) -> tuple[HeadConfig, Mapping[str, Source]]:
+    """A draft's settings and where its tensors lie, by canonical name; no weights are read.
+
+    Raises InputError for a folder that is no draft, is one for another target, or lacks a tensor.
+    """
+    checkpoint = open_checkpoint(Path(path))
     files = parts.files
-    asked = Asked(aux_ids=None, target=files.facts, embedding=files.embedding, lm_head=files.lm_head)
-    head, tensors = load_head(path, layout, asked)
-    if head.target_hidden_size != files.facts.hidden_size or head.vocab_size != files.facts.vocab_size:
-        raise UsageError(
-            f"the draft is for a target of hidden size {head.target_hidden_size} and {head.vocab_size} tokens, "
-            f"and this one has {files.facts.hidden_size} and {files.facts.vocab_size}",
-            where=path,
-            hint="`specctl check-ckpt --target` says all that does not fit",
-        )
-    return head, tensors
+    asked = Asked(target=files.facts, embedding=files.embedding, lm_head=files.lm_head)
+    head = plugins.load_format(plugins.recognise(checkpoint) or "vllm").read(checkpoint, asked)
+    return head.config, head.tensors
 
 
 def draft_slots(head: HeadConfig, path: str) -> tuple[str, ...]:
@@ -46,20 +44,32 @@ def draft_slots(head: HeadConfig, path: str) -> tuple[str, ...]:
 
 
 def build_draft(
-    head: HeadConfig, tensors: dict[str, torch.Tensor], parts: TargetParts, *, dtype: torch.dtype, device: torch.device
+    head: HeadConfig, tensors: Mapping[str, Source], parts: TargetParts, *, dtype: torch.dtype, device: torch.device
 ) -> DraftModel:
     """The model in `dtype` on `device`; what a checkpoint leaves to the target is read from the target's files.
 
-    Raises InputError for a checkpoint with a tensor missing.
+    Raises InputError for a tensor that is missing or not finite.
     """
     model = DraftModel(head)
-    state, found = model.state_dict(), dict(tensors)
-    if head.hidden_size == head.target_hidden_size:
-        found.setdefault("embed_tokens.weight", parts.embedding)
-        if not head.is_reduced:
-            found.setdefault("lm_head.weight", parts.head)
-    missing = sorted(set(state) - set(found))
-    if missing:
-        raise InputError(f"the draft has no `{missing[0]}`", hint="`specctl check-ckpt` says what a server does then")
-    model.load_state_dict({name: found[name].to(old.dtype).reshape(old.shape) for name, old in state.items()})
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, own in state.items():
+            own.copy_(_tensor(name, head, tensors, parts).reshape(own.shape))
     return model.requires_grad_(False).eval().to(device=device, dtype=dtype)
+
+
+def _tensor(name: str, head: HeadConfig, tensors: Mapping[str, Source], parts: TargetParts) -> torch.Tensor:
+    """The draft's own tensor, else the table of the target that a server takes for it."""
+    if name in tensors:
+        source = tensors[name]
+        tensor = to_tensor(source)
+        if not bool(torch.isfinite(tensor).all()):
+            where = str(source.path) if isinstance(source, TensorEntry) else None
+            raise InputError(f"`{name}` of the draft is not finite", where=where, hint="it was saved after it diverged")
+        return tensor
+    if head.hidden_size == head.target_hidden_size:
+        if name == "embed_tokens.weight":
+            return parts.embedding
+        if name == "lm_head.weight" and not head.is_reduced:
+            return parts.head
+    raise InputError(f"the draft has no `{name}`", hint="`specctl check-ckpt` says what a server does then")

@@ -51,12 +51,21 @@ def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter, si
             for rank in range(pp * tp)
         ]
         try:
-            for process in processes:
-                process.start()
+            _start(processes)
             sender.close()
             _watch(processes, receiver, reporter, silence_s)
         finally:
             _end(processes)
+
+
+def _start(processes: list[Any]) -> None:
+    """Start them deaf to a Ctrl-C in the terminal: it reaches them too, and while they import they would say so."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _watch(processes: list[Any], receiver: Any, reporter: Reporter, silence_s: float | None) -> None:
@@ -89,9 +98,10 @@ def _watch(processes: list[Any], receiver: Any, reporter: Reporter, silence_s: f
 
 
 def _refuse_silence(processes: list[Any], heard: dict[int, float], silence_s: float) -> None:
-    """Raises MachineError for a living rank that was heard before and is not any more."""
+    """Raises MachineError for a living rank that was heard before and is not any more, and ends it."""
     for rank, last in heard.items():
         if processes[rank].is_alive() and time.monotonic() - last > silence_s:
+            processes[rank].kill()  # it would not hear a gentler word
             raise MachineError(
                 f"rank {rank} hangs: no sign of life for {silence_s:.0f} s", hint="the other ranks were ended too"
             )

@@ -51,9 +51,14 @@ class World:
         return pickle.loads(self.store.get(key))  # written by our own ranks, over torchrun's store
 
 
+def is_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
 def torchrun_world(pp: int, tp: int) -> World | None:
     """The world of an existing torchrun, or None outside one. Raises UsageError when sizes do not fit."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or "RANK" not in os.environ:
+    if not is_torchrun():
         return None
     size = int(os.environ["WORLD_SIZE"])
     if size % (pp * tp):
@@ -154,7 +159,11 @@ class Hop:
 
 
 class Wire:
-    """Tensors from any stage to any other, by tag; counts the bytes that this stage sent."""
+    """Tensors from any stage to any other, by tag; counts the bytes that this stage sent.
+
+    Integers travel through the host, other tensors on `device`: the streams of a GPU's ranks go one way alone,
+    because NCCL knows no tags and would wait for ever where two ranks send to each other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -165,13 +174,13 @@ class Wire:
         """Start sending; waits only for what was sent long before."""
         while len(self._sent) >= MAX_UNANSWERED:
             self._sent.popleft()[0].wait()
-        tensor = tensor.contiguous()
+        tensor = (tensor if tensor.is_floating_point() else tensor.cpu()).contiguous()
         self.bytes_sent += tensor.nbytes
         self._sent.append((dist.isend(tensor, stage, tag=tag), tensor))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, stage: int, *, tag: int) -> torch.Tensor:
-        """The tensor that `stage` sends under `tag`, waiting for it."""
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        """The tensor that `stage` sends under `tag`, waiting for it; integers in host memory."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device if dtype.is_floating_point else "cpu")
         dist.recv(tensor, stage, tag=tag)
         return tensor
 
@@ -184,7 +193,7 @@ class Wire:
         """The sum of a number over all ranks."""
         if num_ranks == 1:
             return value
-        number = torch.tensor([value], device=self._device)
+        number = torch.tensor([value])
         dist.all_reduce(number)
         return int(number)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Encoder:
 
     tokenizer: Any
     chat: PromptEncoder | None
+    max_positions: int | None = None
 
     @property
     def template_hash(self) -> str | None:
@@ -40,18 +42,22 @@ class Encoder:
         return None if self.chat is None else self.chat.template_hash
 
     def encode(self, asked: Dialogue, answers: Sequence[Answer], limit: int | None) -> tuple[int, ...] | None:
-        """The next question's prompt, None where there is none or the context has no room for `limit` more."""
+        """The next question's prompt; None where there is none, the template refuses it, or the context has no
+        room for it and `limit` tokens more.
+        """
         messages = next_question(asked, answers)
         if messages is None:
             return None
         if self.chat is None:
             text = "\n\n".join(str(message["content"]) for message in messages)
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return tuple(with_one_bos(ids, own_bos(self.tokenizer))) or None
-        prompt = self.chat.encode(messages, asked.tools, where=asked.where)
-        if isinstance(prompt, Dropped) or (prompt.room is not None and limit is not None and prompt.room < limit):
+            ids = with_one_bos(ids, own_bos(self.tokenizer))
+        else:
+            prompt = self.chat.encode(messages, asked.tools, where=asked.where)
+            ids = () if isinstance(prompt, Dropped) else prompt.ids
+        if not ids or (self.max_positions is not None and len(ids) + (limit or 0) > self.max_positions):
             return None
-        return tuple(prompt.ids)
+        return tuple(ids)
 
 
 def open_prompts(spec: TargetSpec, *, trust_remote_code: bool = False) -> Encoder:
@@ -59,10 +65,9 @@ def open_prompts(spec: TargetSpec, *, trust_remote_code: bool = False) -> Encode
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(spec, trust_remote_code=trust_remote_code)
-    if not tokenizer.chat_template:
-        return Encoder(tokenizer, None)
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=trust_remote_code).get_text_config()
-    return Encoder(tokenizer, PromptEncoder(tokenizer, getattr(config, "max_position_embeddings", None)))
+    longest = getattr(config, "max_position_embeddings", None)
+    return Encoder(tokenizer, PromptEncoder(tokenizer, longest) if tokenizer.chat_template else None, longest)
 
 
 def prompt_file(name: str) -> Path:
@@ -80,8 +85,8 @@ def prompt_file(name: str) -> Path:
 def read_dialogues(path: Path, limit: int | None, seed: int) -> list[Dialogue]:
     """What a file asks, each once, in an order that follows from seed and content; the first `limit` of it.
 
-    Drawn by hash, so that a few prompts of a sorted file are of all its kinds. Raises DataError for a file
-    that asks nothing.
+    Drawn by hash, so that a few prompts of a sorted file are of all its kinds. An id that the file gives to
+    several is told apart by their content: results are kept by id. Raises DataError for a file that asks nothing.
     """
     found: dict[str, Dialogue] = {}
     for row in read_rows([str(path)]):
@@ -90,5 +95,6 @@ def read_dialogues(path: Path, limit: int | None, seed: int) -> list[Dialogue]:
             found.setdefault(asked.key, asked)
     if not found:
         raise DataError("the file asks nothing", where=str(path), hint="JSONL with `messages`, `prompt` or `question`")
+    times = Counter(asked.row_id for asked in found.values())
     order = sorted(found.values(), key=lambda asked: hashlib.sha256(f"{seed}\0{asked.key}".encode()).digest())
-    return order[:limit]
+    return [a if times[a.row_id] == 1 else replace(a, row_id=f"{a.row_id}-{a.key[:8]}") for a in order[:limit]]

@@ -4,12 +4,13 @@ A draft token x is kept with probability min(1, p(x) / q(x)); at the first that 
 drawn from max(p - q, 0), renormalised; when all are kept, from p after the last. A draft that takes its
 likeliest token has q = 1 there. Source: arXiv 2211.17192, Algorithm 1; arXiv 2302.01318.
 
-Legend: K draft tokens, V the target's vocabulary.
+Legend: B rows, K draft tokens, Q = K + 1, N rows of logits, V the target's vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,9 @@ class Sampler:
 
     def odds(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """The distribution [N, V] that tokens are drawn from, fp32."""
-        scaled = logits_NV.float() / self.temperature
+        # Less the greatest, so that no temperature makes infinite logits; 1e-30 is the likeliest token's alone.
+        logits = logits_NV.float()
+        scaled = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if 0 < self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
@@ -56,50 +59,52 @@ class Sampler:
         return p / p.sum(-1, keepdim=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How many draft tokens were kept, and the token that the target says after them."""
+def verify_greedily(greedy_BQ: torch.Tensor, drafted_BK: torch.Tensor) -> torch.Tensor:
+    """How many drafted tokens each row keeps, int64 [B]; Q = K + 1.
 
-    accepted: int
-    following: int
-
-
-def verify_greedily(greedy: list[int], drafted: list[int]) -> Verdict:
-    """`greedy` [K + 1] are the target's tokens after the last known one and after each draft token."""
-    accepted = next((i for i, token in enumerate(drafted) if token != greedy[i]), len(drafted))
-    return Verdict(accepted, greedy[accepted])
+    `greedy_BQ` are the target's tokens after the last known one and after each drafted one: a row that keeps
+    n goes on with greedy_BQ[:, n].
+    """
+    return (greedy_BQ[:, :-1] == drafted_BK).cumprod(1).sum(1)
 
 
 def verify_sampled(
-    p_QV: torch.Tensor, drafted: list[int], q_KV: torch.Tensor | None, generator: torch.Generator
-) -> Verdict:
-    """Keep or refuse draft tokens one after the other; `p_QV` [K + 1, V] are the target's distributions.
+    p_BQV: torch.Tensor, drafted_BK: torch.Tensor, q_BKV: torch.Tensor | None, uniforms_BQ: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many drafted tokens each row keeps, and the token that follows them, int64 [B] each; Q = K + 1.
 
-    `q_KV` [K, V] are those that the draft tokens were drawn from; None says that each was its likeliest.
+    `p_BQV` are the target's distributions, `q_BKV` those that the drafted tokens were drawn from (None: each
+    was the draft's likeliest), `uniforms_BQ` numbers from [0, 1) in fp64: one to judge each drafted token by,
+    and one to draw the token that follows.
     """
-    for depth, token in enumerate(drafted):
-        p, q = p_QV[depth], None if q_KV is None else q_KV[depth]
-        bound = float(p[token]) if q is None else float(p[token]) / max(float(q[token]), 1e-38)
-        if draw_uniform(generator) < bound:
-            continue
-        if q is None:
-            left = p.clone()
-            left[token] = 0.0
-        else:
-            left = (p - q).clamp_min(0.0)
+    num_rows, depth = drafted_BK.shape
+    p_BK = p_BQV[:, :depth].gather(2, drafted_BK[..., None])[..., 0]
+    q_BK = 1.0 if q_BKV is None else q_BKV.gather(2, drafted_BK[..., None])[..., 0]
+    accepted_B = (uniforms_BQ[:, :depth] * q_BK < p_BK).cumprod(1).sum(1)
+    left_BV = p_BQV[torch.arange(num_rows, device=p_BQV.device), accepted_B]
+    refused = (accepted_B < depth).nonzero()[:, 0]
+    at = accepted_B[refused]
+    if q_BKV is None:
+        left_BV[refused, drafted_BK[refused, at]] = 0.0
+    else:
+        rest = (left_BV[refused] - q_BKV[refused, at]).clamp_min_(0.0)
         # Rounding can leave nothing where p and q are equal; p is then as good.
-        return Verdict(depth, draw(left if float(left.sum()) > 0 else p, generator))
-    return Verdict(len(drafted), draw(p_QV[len(drafted)], generator))
+        left_BV[refused] = torch.where(rest.sum(-1, keepdim=True) > 0, rest, left_BV[refused])
+    return accepted_B, draw(left_BV, uniforms_BQ[:, depth])
 
 
-def draw(weights_V: torch.Tensor, generator: torch.Generator) -> int:
-    """One token with probability in proportion to its weight."""
-    return int(torch.multinomial(weights_V.cpu(), 1, generator=generator))
+def draw(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """A token for each row, int64 [B], with probability in proportion to its weight; one of weight 0 never."""
+    sums_BV = weights_BV.double().cumsum(-1)
+    total_B = sums_BV[:, -1]
+    # The product may round up to the total, beyond the last token of any weight.
+    aim_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    return torch.searchsorted(sums_BV, aim_B[:, None], right=True)[:, 0]
 
 
-def draw_uniform(generator: torch.Generator) -> float:
-    """A number from [0, 1)."""
-    return float(torch.rand((), generator=generator, dtype=torch.float64))
+def uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> torch.Tensor:
+    """[B, count] numbers from [0, 1) in fp64, each row's from its own generator."""
+    return torch.stack([torch.rand(count, generator=g, dtype=torch.float64) for g in generators]).to(device)
 
 
 def row_generator(seed: int, key: str) -> torch.Generator:

@@ -15,7 +15,7 @@ import torch
 
 from specctl.core.draftrows import DraftRows
 from specctl.core.modules import DraftModel
-from specctl.core.sampling import Sampler, Verdict, draw, row_generator, verify_greedily, verify_sampled
+from specctl.core.sampling import Sampler, draw, row_generator, uniforms, verify_greedily, verify_sampled
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Normed states [N, D] to the target's logits [N, V]."""
@@ -85,21 +85,45 @@ class Order:
 
 @dataclass
 class _Row:
+    """A request under way; `end` is how many of its new tokens count, once it is finished."""
+
     request: Request
     generator: torch.Generator
     tokens: list[int]
     drafted: list[int] = field(default_factory=list)
-    odds: torch.Tensor | None = None
     steps: list[Step] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    end: int | None = None
+    is_stopped: bool = False
 
-    @property
-    def new(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
+    def take(self, accepted: int, following: int, settings: DecodeSettings) -> None:
+        """Keep so many drafted tokens and the target's own after them; see whether that finishes the row."""
+        begin = len(self.request.prompt)
+        if len(self.tokens) > begin:
+            self.steps.append(Step(tuple(self.drafted), accepted, following))
+        fresh = [*self.drafted[:accepted], following]
+        at = len(self.tokens) - begin
+        self.tokens += fresh
+        self.drafted = []
+        for count, token in enumerate(fresh[: settings.max_new_tokens - at], at + 1):
+            self.is_stopped = token in settings.stop_ids
+            if self.is_stopped or count == settings.max_new_tokens:
+                self.end = count
+                break
+
+    def decoded(self) -> Decoded:
+        """The finished row."""
+        begin = len(self.request.prompt)
+        assert self.end is not None
+        tokens, gaps = self.tokens[begin : begin + self.end], self.gaps[: self.end]
+        return Decoded(self.request.key, tuple(tokens), tuple(self.steps), tuple(gaps), self.is_stopped)
 
 
 class Batch:
-    """Some requests, decoded together. `can_cache` says that the target keeps what it has read."""
+    """Some requests, decoded together. `can_cache` says that the target keeps what it has read.
+
+    All rows read their prompt in the first order, and a token and K drafted ones in each that follows.
+    """
 
     def __init__(
         self,
@@ -116,6 +140,7 @@ class Batch:
         self._draft_rows = None if draft is None or not settings.num_draft_tokens else DraftRows(draft)
         self._rows = [_Row(r, row_generator(settings.seed, r.key), list(r.prompt)) for r in requests]
         self._read = [0] * len(requests)
+        self._odds_BKV: torch.Tensor | None = None
         self.finished: list[Decoded] = []
 
     def order(self) -> Order:
@@ -125,22 +150,18 @@ class Batch:
     @torch.inference_mode()
     def advance(self, states_BQA: torch.Tensor, normed_BQD: torch.Tensor) -> Order | None:
         """Take what the last order gave, on its columns; the next order, or None when all rows are finished."""
-        counts = [len(row.tokens) + len(row.drafted) - read for row, read in zip(self._rows, self._read, strict=True)]
         columns = [self._columns(row, read) for row, read in zip(self._rows, self._read, strict=True)]
-        verdicts = self._verify(normed_BQD, columns)
+        accepted, following = self._verify(normed_BQD, columns)
         known = self._read
-        self._read = []
-        for row, verdict, count in zip(self._rows, verdicts, counts, strict=True):
-            self._take(row, verdict)
-            self._read.append(len(row.tokens) - 1)
-            assert count > 0
-        keep = [b for b, row in enumerate(self._rows) if not self._is_finished(row)]
-        self.finished += [self._decoded(row) for row in self._rows if self._is_finished(row)]
+        for row, kept, token in zip(self._rows, accepted, following, strict=True):
+            row.take(kept, token, self._settings)
+        keep = [b for b, row in enumerate(self._rows) if row.end is None]
+        self.finished += [row.decoded() for row in self._rows if row.end is not None]
         if not keep:
             return None
         self._propose(states_BQA, columns, known, keep)
         self._rows = [self._rows[b] for b in keep]
-        self._read = [self._read[b] for b in keep]
+        self._read = [len(row.tokens) - 1 for row in self._rows]
         return self._order(keep)
 
     def _columns(self, row: _Row, read: int) -> slice:
@@ -150,56 +171,28 @@ class Batch:
 
     def _order(self, keep: list[int]) -> Order:
         starts = [read if self._can_cache else 0 for read in self._read]
-        texts = [[*row.tokens, *row.drafted][start:] for row, start in zip(self._rows, starts, strict=True)]
-        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-        for b, text in enumerate(texts):
-            ids[b, : len(text)] = torch.tensor(text)
+        texts = [[*row.tokens[start:], *row.drafted] for row, start in zip(self._rows, starts, strict=True)]
+        longest = max(map(len, texts))
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         return Order(ids.to(self._device), starts, keep, is_first=not keep)
 
-    def _verify(self, normed_BQD: torch.Tensor, columns: Sequence[slice]) -> list[Verdict]:
-        """The verdict on each row's drafts, from the states at its last known token and its drafts."""
-        wanted = [
-            normed_BQD[b, c.stop - len(row.drafted) - 1 : c.stop]
-            for b, (row, c) in enumerate(zip(self._rows, columns, strict=True))
-        ]
-        logits_NV = self._head(torch.cat(wanted))
-        sizes = [len(part) for part in wanted]
-        if not self._settings.sampler.is_greedy:
-            odds = torch.split(self._settings.sampler.odds(logits_NV), sizes)
-            return [verify_sampled(p, r.drafted, r.odds, r.generator) for p, r in zip(odds, self._rows, strict=True)]
-        best = logits_NV.topk(2, dim=-1)
-        # topk may order equal logits either way; argmax is what plain decoding takes.
-        greedy, gaps = logits_NV.argmax(-1).split(sizes), (best.values[:, 0] - best.values[:, 1]).split(sizes)  # type: ignore[no-untyped-call]
-        verdicts = []
-        for row, tokens, gap in zip(self._rows, greedy, gaps, strict=True):
-            verdicts.append(verify_greedily(tokens.tolist(), row.drafted))
-            row.gaps += gap[: verdicts[-1].accepted + 1].tolist()
-        return verdicts
-
-    def _take(self, row: _Row, verdict: Verdict) -> None:
-        if row.new:
-            row.steps.append(Step(tuple(row.drafted), verdict.accepted, verdict.following))
-        row.tokens += [*row.drafted[: verdict.accepted], verdict.following]
-        row.drafted, row.odds = [], None
-
-    def _end(self, row: _Row) -> int:
-        """How many new tokens count: up to and with a stop token, within the limit."""
-        new = row.new[: self._settings.max_new_tokens]
-        return next((i + 1 for i, token in enumerate(new) if token in self._settings.stop_ids), len(new))
-
-    def _is_finished(self, row: _Row) -> bool:
-        end = self._end(row)
-        return end < len(row.new) or end == self._settings.max_new_tokens or self._is_stopped(row)
-
-    def _is_stopped(self, row: _Row) -> bool:
-        end = self._end(row)
-        return bool(end) and row.new[end - 1] in self._settings.stop_ids
-
-    def _decoded(self, row: _Row) -> Decoded:
-        end = self._end(row)
-        return Decoded(
-            row.request.key, tuple(row.new[:end]), tuple(row.steps), tuple(row.gaps[:end]), self._is_stopped(row)
-        )
+    def _verify(self, normed_BQD: torch.Tensor, columns: Sequence[slice]) -> tuple[list[int], list[int]]:
+        """How many drafted tokens each row keeps, and the target's token after them."""
+        rows, depth = self._rows, len(self._rows[0].drafted)
+        wanted = torch.stack([normed_BQD[b, c.stop - depth - 1 : c.stop] for b, c in enumerate(columns)])
+        logits_NV = self._head(wanted.flatten(0, 1))
+        drafted = torch.tensor([row.drafted for row in rows], dtype=torch.int64, device=logits_NV.device)
+        sampler = self._settings.sampler
+        if not sampler.is_greedy:
+            odds = sampler.odds(logits_NV).view(len(rows), depth + 1, -1)
+            draws = uniforms([row.generator for row in rows], depth + 1, odds.device)
+            kept, following = verify_sampled(odds, drafted, self._odds_BKV, draws)
+            return kept.tolist(), following.tolist()
+        greedy, gaps = (x.view(len(rows), depth + 1) for x in _best(logits_NV))
+        accepted: list[int] = verify_greedily(greedy, drafted).tolist()
+        for row, count, distances in zip(rows, accepted, gaps.tolist(), strict=True):
+            row.gaps += distances[: count + 1]
+        return accepted, [tokens[count] for tokens, count in zip(greedy.tolist(), accepted, strict=True)]
 
     def _propose(
         self, states_BQA: torch.Tensor, columns: Sequence[slice], known: Sequence[int], keep: Sequence[int]
@@ -222,15 +215,15 @@ class Batch:
             starts,
             counts=counts,
             num_tokens=self._settings.num_draft_tokens,
-            choose=self._chooser(rows),
+            choose=self._chooser([row.generator for row in rows]),
         )
         for row, drafted in zip(rows, proposed.ids_BK.tolist(), strict=True):
             row.drafted = drafted
-        if proposed.odds_BKW is not None:
-            for row, odds in zip(rows, proposed.odds_BKW, strict=True):
-                row.odds = self._spread(odds)
+        self._odds_BKV = None if proposed.odds_BKW is None else self._spread(proposed.odds_BKW)
 
-    def _chooser(self, rows: Sequence[_Row]) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
+    def _chooser(
+        self, generators: Sequence[torch.Generator]
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
         sampler = self._settings.sampler
         if sampler.is_greedy or not self._settings.draws_drafts:
             return lambda logits_BW: (logits_BW.argmax(-1), None)
@@ -238,15 +231,26 @@ class Batch:
 
         def choose(logits_BW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             odds = plain.odds(logits_BW)
-            drawn = [draw(q, row.generator) for q, row in zip(odds, rows, strict=True)]
-            return torch.tensor(drawn, device=logits_BW.device), odds
+            return draw(odds, uniforms(generators, 1, odds.device)[:, 0]), odds
 
         return choose
 
-    def _spread(self, odds_KW: torch.Tensor) -> torch.Tensor:
-        """[K, V] over the target's vocabulary."""
+    def _spread(self, odds_BKW: torch.Tensor) -> torch.Tensor:
+        """[B, K, V] over the target's vocabulary."""
         assert self._draft is not None
         vocabulary = self._draft.vocabulary()
         if vocabulary is None:
-            return odds_KW
-        return odds_KW.new_zeros(len(odds_KW), self._draft.head.vocab_size).index_copy_(1, vocabulary, odds_KW)
+            return odds_BKW
+        spread = odds_BKW.new_zeros(*odds_BKW.shape[:2], self._draft.head.vocab_size)
+        return spread.index_copy_(2, vocabulary, odds_BKW)
+
+
+def _best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens [N], and how far their logits lie above the next best [N]; overwrites the former.
+
+    By argmax, as plain decoding takes them: a sort may order equal logits either way, and takes twice the time.
+    """
+    best_N1 = logits_NV.argmax(-1, keepdim=True)
+    top_N1 = logits_NV.gather(1, best_N1)
+    rest_N = logits_NV.scatter_(1, best_N1, -torch.inf).amax(-1)
+    return best_N1[:, 0], top_N1[:, 0] - rest_N

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from specctl.core.capture import Recorder, owned_slots, record
-from specctl.core.placement import Placement
+from specctl.core.placement import Placement, stage_layers
 from specctl.core.ragged import Frame, RowsCache
 from specctl.core.target import LoadedTarget
-from specctl.errors import MachineError
 from specctl.records.layers import NORM
 
 KINDS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers whose cache can forget tokens; a target with others reads its rows again each time."""
+
+
+SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+"""What a config calls the number that logits are multiplied by; only Granite divides by its `logits_scaling`."""
 
 
 class TargetRows:
@@ -32,18 +35,17 @@ class TargetRows:
         self.can_cache = can_cache(target)
         asked = (*self.slots, *(() if NORM in self.slots else (NORM,)))
         self._owned = owned_slots(asked, target.decoder.owned, is_last_stage=placement.is_last_stage)
-        first = min(target.decoder.owned, default=0)
-        # Boundaries up to the first own layer were recorded by stages before this one.
-        self._earlier = (
-            ()
-            if placement.is_first_stage
-            else tuple(slot for slot in self.slots if slot != NORM and int(slot) <= first)
-        )
+        shares = stage_layers(target.spec.num_layers, placement.num_stages)
+        self._begin = sum(shares[: placement.stage])
+        self._end = self._begin + shares[placement.stage]
+        # Recorded by stages before this one; the boundary between them is the stream itself.
+        self._earlier = () if placement.is_first_stage else self._below(self._begin)
         self._recorder = Recorder()
         self._stream: torch.Tensor | None = None
         known = inspect.signature(target.decoder.caller.forward).parameters
         # transformers renamed the argument in 5.24.
         self._cache_name = "cache" if "cache" in known else "past_key_values"
+        self._takes_positions = "position_ids" in known
         self._handles: list[Any] = []
         self._recording: Any = None
 
@@ -73,32 +75,25 @@ class TargetRows:
     def run(
         self, ids_BQ: torch.Tensor, frame: Frame, cache: RowsCache | None, received: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """The states [B, Q, D] of this stage's slots and those received, by slot; `stream` is what goes on.
-
-        Raises MachineError when memory runs out.
-        """
+        """The states [B, Q, D] of this stage's slots and those received, by slot; `stream` is what goes on."""
         earlier = self._unpack(received)
+        options: dict[str, Any] = {"use_cache": False}
         if cache is not None:
             cache.frame = frame
-        options = {"use_cache": True, self._cache_name: cache} if cache is not None else {"use_cache": False}
-        try:
-            output = self.target.decoder.caller(
-                input_ids=ids_BQ,
-                position_ids=frame.positions_BQ,
-                attention_mask=None if cache is None else self._masks(frame),  # padded on the right, seen by none
-                **options,
-            )
-        except torch.OutOfMemoryError as error:
-            raise MachineError(
-                f"out of memory on {self.target.device} with {ids_BQ.shape[0]} rows of {frame.end} tokens",
-                hint="a smaller `--batch`, or more `--pp`",
-            ) from error
+            options = {"use_cache": True, self._cache_name: cache}
+        if self._takes_positions:
+            options["position_ids"] = frame.positions_BQ
+        # A later stage has no embedding: what stands in its place gives token ids, and rotary phases take its dtype.
+        options |= {"input_ids": ids_BQ} if received is None else {"inputs_embeds": self._stream}
+        output = self.target.decoder.caller(
+            attention_mask=None if cache is None else self._masks(frame),  # padded on the right, seen by none
+            **options,
+        )
         return {**earlier, **self._recorder.take(self._owned, self.target.model), "stream": output.last_hidden_state}
 
     def pack(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The message for the stage after: the stream, and the states recorded so far, in the order of slots."""
-        names = ("stream", *(slot for slot in self.slots if slot in states))
-        return torch.cat([states[name] for name in names], dim=-1)
+        """The message for the stage after: the stream, and the states recorded below it, in the order of slots."""
+        return torch.cat([states[name] for name in ("stream", *self._below(self._end))], dim=-1)
 
     def fused(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
         """[B, Q, A*D] of all slots, on the last stage."""
@@ -111,12 +106,12 @@ class TargetRows:
         head = self.target.model.get_output_embeddings()  # type: ignore[operator]
         config = self.target.model.config.get_text_config()  # type: ignore[operator, union-attr]
         out: torch.Tensor = head(normed_ND).float()
-        scale, cap = getattr(config, "logit_scale", None), getattr(config, "final_logit_softcapping", None)
-        divisor = getattr(config, "logits_scaling", None)
-        if scale is not None:
-            out = out * scale
-        if divisor is not None:
-            out = out / divisor
+        cap = getattr(config, "final_logit_softcapping", None)
+        for key in SCALES:
+            scale = getattr(config, key, None)
+            if isinstance(scale, (int, float)) and scale != 1:
+                is_divisor = key == "logits_scaling" and config.model_type != "hyperclovax"
+                out = out / scale if is_divisor else out * scale
         return out if cap is None else (out / cap).tanh() * cap
 
     def _unpack(self, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -124,7 +119,12 @@ class TargetRows:
             return {}
         stream, *earlier = torch.split(received, self.target.spec.hidden_size, dim=-1)
         self._stream = stream.contiguous()
-        return dict(zip(self._earlier, earlier, strict=True))
+        known = dict(zip(self._earlier, earlier, strict=True))
+        border = str(self._begin)
+        return {**known, border: self._stream} if border in self.slots else known
+
+    def _below(self, boundary: int) -> tuple[str, ...]:
+        return tuple(slot for slot in self.slots if slot != NORM and int(slot) < boundary)
 
     def _hand_over(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "hidden_states" in kwargs:
@@ -142,7 +142,15 @@ class TargetRows:
 
 
 def can_cache(target: LoadedTarget) -> bool:
-    """Whether the target keeps nothing but keys and values, one pair a layer, so that tokens can be forgotten."""
-    config = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
+    """Whether the target keeps nothing but keys and values, one pair a layer, so that tokens can be forgotten.
+
+    One that is told no positions, or makes biases of its own of a plain mask (ALiBi), cannot be told where rows
+    stand either, and reads them again too.
+    """
+    config: Any = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    return kinds <= KINDS and not getattr(config, "num_kv_shared_layers", 0)
+    keeps_pairs = kinds <= KINDS and not getattr(config, "num_kv_shared_layers", 0)
+    is_told = "position_ids" in inspect.signature(target.decoder.caller.forward).parameters
+    # GPT-Neo cuts its local window by column, wherever a row stands.
+    has_own_bias = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
+    return keeps_pairs and is_told and not (getattr(target.model, "_is_stateful", False) or has_own_bias)

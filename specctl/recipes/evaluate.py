@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl.errors import DataError, InterruptedRun, UsageError
+from specctl.errors import DataError, InterruptedRun, NotSupportedError, UsageError
 from specctl.records.dialogue import Answer, Dialogue
 from specctl.records.evaluation import EvalConfig, EvalResult, PromptResult, SizeResult
 from specctl.records.progress import Reporter
@@ -52,10 +52,12 @@ def evaluate(config: EvalConfig, reporter: Reporter) -> EvalResult:
         reporter.stop()
     first = sizes[0].results
     baselines: tuple[Any, ...] = ()
+    if config.baseline and config.temperature > 0:
+        reporter.note("guessing without a draft is measured on greedy text alone")
     if config.baseline and config.temperature == 0:
         from specctl.core.tables import baselines as replayed
 
-        baselines = replayed(first, plan.num_draft_tokens or DEFAULT_DRAFT_TOKENS)
+        baselines = replayed(first, plan.num_draft_tokens or config.num_draft_tokens or DEFAULT_DRAFT_TOKENS)
     return EvalResult(_settings(config, plan), versions(), tuple(sizes), baselines)
 
 
@@ -68,12 +70,18 @@ def refuse(config: EvalConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UsageError(f"`--{name.replace('_', '-')} {value}` is not 1 or more")
+    if config.engine != "reference":
+        raise NotSupportedError(
+            f"there is no engine `{config.engine}`", hint="`reference` is specctl's own and the only one"
+        )
     if not config.pp or min(config.pp) < 1 or len(set(config.pp)) < len(config.pp):
         raise UsageError(f"`--pp` is given as {list(config.pp)}", hint="sizes from 1, each once")
     if config.draft is None and not config.no_spec:
         raise UsageError("there is no DRAFT to measure", hint="name its folder, or decode plainly with `--no-spec`")
     if config.draft is not None and config.no_spec:
         raise UsageError("`--no-spec` decodes without a draft, and one is given", hint="leave one of the two out")
+    if config.no_spec and config.num_draft_tokens is not None and not config.baseline:
+        raise UsageError("`--num-draft-tokens` with `--no-spec`: nothing is drafted", hint="leave one of the two out")
     if config.draft_sampling not in ("greedy", "sampled"):
         raise UsageError(f"`--draft-sampling {config.draft_sampling}` is none", hint="it is greedy or sampled")
     if config.draft_sampling == "sampled" and config.temperature == 0:
@@ -83,7 +91,9 @@ def refuse(config: EvalConfig) -> None:
 
 
 def _plan(config: EvalConfig, reporter: Reporter) -> _Plan:
+    from specctl.core.device import check_device
     from specctl.core.draftload import draft_slots, read_draft
+    from specctl.core.parallel import is_torchrun
     from specctl.core.prompts import open_prompts, prompt_file, read_dialogues
     from specctl.core.sampling import Sampler
     from specctl.core.split import check_split
@@ -93,7 +103,10 @@ def _plan(config: EvalConfig, reporter: Reporter) -> _Plan:
     Sampler(config.temperature, config.top_p, config.top_k)
     path = prompt_file(config.prompts)
     spec = describe_target(config.target, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if is_torchrun():
+        raise UsageError("`specctl eval` starts its ranks itself, and torchrun started this process", hint="`--pp N`")
     for pp in config.pp:
+        check_device(config.device, pp * config.tp)
         note = check_split(spec, pp=pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
         if note is not None:
             reporter.note(note)
@@ -112,8 +125,17 @@ def _plan(config: EvalConfig, reporter: Reporter) -> _Plan:
         read_dialogues(path, config.limit, config.seed),
         tokens,
         () if config.ignore_eos else tuple(sorted(ends)),
-        spec.compute_dtype if config.dtype == "auto" else config.dtype,
+        _dtype(config, spec),
     )
+
+
+def _dtype(config: EvalConfig, spec: TargetSpec) -> str:
+    from specctl.core.device import DTYPES
+
+    dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise UsageError(f"`--dtype {config.dtype}` is none", hint=f"one of auto, {', '.join(DTYPES)}")
+    return dtype
 
 
 def _sizes(config: EvalConfig, plan: _Plan, reporter: Reporter) -> list[SizeResult]:
@@ -138,17 +160,22 @@ def _prompts(
     config: EvalConfig, plan: _Plan, answers: Mapping[str, Sequence[Answer]], reporter: Reporter
 ) -> list[tuple[Dialogue, tuple[int, ...]]]:
     turn = max(map(len, answers.values()))
+    # Drafts are read beyond the last token that counts.
+    room = config.max_new_tokens + plan.num_draft_tokens
     prompts, left_out = [], 0
     for asked in plan.asked:
         if len(answers[asked.key]) < turn or asked.num_questions <= turn:
             continue
-        ids = plan.encoder.encode(asked, answers[asked.key], config.max_new_tokens)
+        ids = plan.encoder.encode(asked, answers[asked.key], room)
         if ids is None:
             left_out += 1
         else:
             prompts.append((asked, ids))
     if left_out:
-        reporter.warn(f"{left_out} prompts are left out: the target's context has no room for them")
+        reporter.warn(
+            f"{left_out} of {left_out + len(prompts)} prompts left out: the target's context has no room for them and "
+            f"{room} tokens more, or its chat template refuses them"
+        )
     if not prompts and not turn:
         raise DataError("no prompt fits the target", where=config.prompts)
     return prompts
