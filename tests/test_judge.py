@@ -15,6 +15,7 @@ from specctl.records.evaluationfile import result_from_dict
 
 SETTINGS = {
     "target": "t",
+    "target_weights": "t",
     "draft": "d",
     "prompts": "p.jsonl",
     "num_draft_tokens": 3,
@@ -188,9 +189,7 @@ def test_two_runs_are_compared_size_by_size() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("target", "u"),
-        ("draft", "e"),
-        ("prompts", "q.jsonl"),
+        ("target_weights", "u"),
         ("prompts_sha256", "0f"),
         ("template_sha256", "0f"),
         ("num_draft_tokens", 4),
@@ -212,9 +211,10 @@ def test_runs_of_other_settings_are_refused_by_name(key: str, value: object) -> 
 
 
 def test_every_differing_setting_is_named_and_others_do_not_matter() -> None:
-    with pytest.raises(UsageError, match=r"target is 't' and 'u'; seed is 0 and 1$"):
-        compare(run(size(1, *PROMPTS)), run(size(1, *PROMPTS), target="u", seed=1), tolerance=0.05)
-    found = compare(run(size(1, *PROMPTS)), run(size(1, *PROMPTS), batch=8, dtype="float32"), tolerance=0.05)
+    with pytest.raises(UsageError, match=r"target_weights is 't' and 'u'; seed is 0 and 1$"):
+        compare(run(size(1, *PROMPTS)), run(size(1, *PROMPTS), target_weights="u", seed=1), tolerance=0.05)
+    others = {"batch": 8, "dtype": "float32", "draft": "e", "target": "elsewhere"}
+    found = compare(run(size(1, *PROMPTS)), run(size(1, *PROMPTS), **others), tolerance=0.05)
     assert found.outcome == "within"
 
 

@@ -73,10 +73,11 @@ def evaluate(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
-    """Measure how many tokens a draft saves its target.
+    """Measure how many tokens a draft gains for each run of its target.
 
-    The target answers the prompts while the draft guesses ahead; the text is the target's own in any case.
-    Acceptance length is the tokens gained by each run of the target: 1 means the draft never helps. With
+    A draft is a small model that guesses the next tokens of a large one, the target. The target answers the
+    prompts while the draft guesses ahead, and keeps the guesses that it would have written itself. Acceptance
+    length is the tokens gained by each run of the target: 1 means the draft never helps. With
     several --pp the sizes are compared on the same prompts: exit code 0 says that they agree within
     --tolerance, 1 that they do not, 3 that these prompts are too few to tell.
     """
@@ -96,14 +97,13 @@ def evaluate(
     settings = options.build(EvalConfig, context, flags, config)
     result = run(settings, reporter)
     judgement = judge(result, tolerance=settings.tolerance)
-    if settings.report is not None:
-        _write_page(settings, result, judgement)
     if json:
         show_json("eval", judgement.exit_code == 0, {**result.to_dict(), "judgement": judgement})
     else:
         _show(judgement)
-        if settings.report is not None:
-            say(f"wrote {settings.report}")
+    if settings.report is not None:
+        _write_page(settings, result, judgement)
+        say(f"wrote {settings.report}")
     return judgement.exit_code
 
 
@@ -150,7 +150,8 @@ def _show(judgement: Any) -> None:
             show_table(("category", "prompts", "acceptance length"), [_category(c) for c in row.categories])
         show_lines([""])
     for baseline in judgement.baselines:
-        show_pairs({baseline.name: f"acceptance length {_estimate(baseline.length)}"})
+        per_step = f"{_number(baseline.tokens_per_step)} tokens per step"
+        show_pairs({baseline.name: f"{per_step}, acceptance length {_estimate(baseline.length)} where it guesses"})
     for found in judgement.divergences:
         show_lines(wrapped(_divergence(found)))
     for note in judgement.notes:

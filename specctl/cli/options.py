@@ -5,7 +5,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -39,7 +39,12 @@ def build(kind: type[T], context: typer.Context, flags: Mapping[str, Any], confi
             values[name] = value
     fields = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     missing = fields - set(values)
-    values |= {name: flags[name] for name in missing if name in flags and flags[name] is not None}
+    hints = get_type_hints(kind)
+    values |= {
+        name: flags[name]
+        for name in missing
+        if name in flags and (flags[name] is not None or NoneType in get_args(hints[name]))
+    }
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -121,6 +122,10 @@ def train(
     if dry_run:
         flags.setdefault("out", "no-folder-given")
     settings = options.build(TrainConfig, context, flags, config)
+    # A length on the command line takes the place of the other kind of length in the file.
+    for given, other in (("max_steps", "epochs"), ("epochs", "max_steps")):
+        if options.is_given(context, given) and not options.is_given(context, other):
+            settings = replace(settings, **{other: None})  # type: ignore[arg-type]
     if dry_run:
         from specctl.recipes.trainplan import plan_training
 

@@ -82,19 +82,30 @@ def prompt_file(name: str) -> Path:
     return path
 
 
-def read_dialogues(path: Path, limit: int | None, seed: int) -> list[Dialogue]:
+def read_dialogues(path: Path, limit: int | None, seed: int, *, refused: Counter[str] | None = None) -> list[Dialogue]:
     """What a file asks, each once, in an order that follows from seed and content; the first `limit` of it.
 
     Drawn by hash, so that a few prompts of a sorted file are of all its kinds. An id that the file gives to
-    several is told apart by their content: results are kept by id. Raises DataError for a file that asks nothing.
+    several is told apart by their content: results are kept by id. Rows that ask nothing are counted in
+    `refused` by their reason. Raises DataError for a file that asks nothing.
     """
     found: dict[str, Dialogue] = {}
+    reasons: Counter[str] = Counter()
     for row in read_rows([str(path)]):
         asked = dialogue(row) if isinstance(row, Conversation) else row
         if isinstance(asked, Dialogue):
             found.setdefault(asked.key, asked)
+        else:
+            reasons[asked.reason if isinstance(asked, Dropped) else "not_a_conversation"] += 1
     if not found:
-        raise DataError("the file asks nothing", where=str(path), hint="JSONL with `messages`, `prompt` or `question`")
+        why = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+        raise DataError(
+            f"the file asks nothing{f': {why}' if why else ''}",
+            where=str(path),
+            hint="JSONL with `messages`, `prompt` or `question`",
+        )
+    if refused is not None:
+        refused.update(reasons)
     times = Counter(asked.row_id for asked in found.values())
     order = sorted(found.values(), key=lambda asked: hashlib.sha256(f"{seed}\0{asked.key}".encode()).digest())
     return [a if times[a.row_id] == 1 else replace(a, row_id=f"{a.row_id}-{a.key[:8]}") for a in order[:limit]]

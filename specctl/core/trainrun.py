@@ -66,6 +66,9 @@ class TrainJob:
         start = trainstate.newest(out) if config.resume else None
         if start is not None:
             trainer.progress = trainstate.load_state(start, trainer.model, trainer.optimizer)
+        if config.resume:
+            is_new = start is None
+            reporter.note("nothing was saved: from the start" if is_new else f"from step {trainer.progress.step} on")
         replicas.wait()
         run_loop(ready, trainer, config, reporter, is_lead=replicas.rank == 0)
 

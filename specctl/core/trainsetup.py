@@ -23,13 +23,15 @@ from specctl.core.teaching import TargetParts, read_parts
 from specctl.core.training import Task
 from specctl.core.trainlog import require_sink
 from specctl.core.vocab import choose_vocabulary, supervised_counts, token_counts
-from specctl.errors import DataError, UsageError
+from specctl.errors import DataError, InputError, UsageError
+from specctl.files.jsonfile import read_json
 from specctl.records.draft import DraftSettings
 from specctl.records.head import HeadConfig
 from specctl.records.training import TrainConfig
 
 DEFAULT_LR = 1e-3
 DEFAULT_DECAY = 0.6
+TOKENIZER_BYTES = 64 << 20
 DEFAULT_EPOCHS = 1.0
 
 
@@ -126,9 +128,10 @@ def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path
     token, facts = config.ptd_token_id, parts.files.facts
     counts = sum(token_counts(folder, "total", vocab_size=facts.vocab_size) for folder in folders)
     assert isinstance(counts, torch.Tensor)
-    free = [i for i in (counts == 0).nonzero()[:, 0].tolist() if i not in facts.eos_token_ids]
+    free = [i for i in special_ids(Path(facts.folder)) if i < len(counts) and not counts[i]]
+    free = [i for i in free if i not in facts.eos_token_ids]
     hint = "choose an id of the vocabulary that never occurs in text, as an unused or padding row"
-    hint += f"; in these shards {', '.join(map(str, free[-3:]))} do not" if free else ""
+    hint += f"; special tokens that these shards do not hold: {', '.join(map(str, free[-4:]))}" if free else ""
     if token is None:
         raise UsageError(
             "`--parallel-drafting` needs `--ptd-token-id`, the reserved token of slots that are not known yet",
@@ -144,6 +147,17 @@ def require_reserved(config: TrainConfig, parts: TargetParts, folders: list[Path
             where=", ".join(map(str, folders)),
             hint=hint,
         )
+
+
+def special_ids(folder: Path) -> list[int]:
+    """The ids that a tokenizer marks as special, which no text makes; none where its file does not say."""
+    try:
+        data, _ = read_json(folder / "tokenizer.json", TOKENIZER_BYTES)
+    except InputError:
+        return []
+    added = data.get("added_tokens")
+    entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
+    return sorted(entry["id"] for entry in entries if entry.get("special") is True and type(entry.get("id")) is int)
 
 
 def lengths(config: TrainConfig, places: Any, weights: tuple[float, ...]) -> tuple[int, int]:

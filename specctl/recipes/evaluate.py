@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,8 @@ def refuse(config: EvalConfig) -> None:
         raise UsageError(f"`--draft-sampling {config.draft_sampling}` is none", hint="it is greedy or sampled")
     if config.draft_sampling == "sampled" and config.temperature == 0:
         raise UsageError("`--draft-sampling sampled` needs a `--temperature` above 0")
+    if config.report is not None and Path(config.report).is_dir():
+        raise UsageError("`--report` is a folder", where=config.report, hint="name a file, as in `--report eval.html`")
     if not 0 <= config.tolerance < 1:
         raise UsageError(f"`--tolerance {config.tolerance}` is not from 0 to below 1")
 
@@ -107,6 +110,8 @@ def _plan(config: EvalConfig, reporter: Reporter) -> _Plan:
         raise UsageError("`specctl eval` starts its ranks itself, and torchrun started this process", hint="`--pp N`")
     for pp in config.pp:
         check_device(config.device, pp * config.tp)
+        if pp > spec.num_layers:
+            raise UsageError(f"`--pp {pp}` is more than the target's {spec.num_layers} layers")
         note = check_split(spec, pp=pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
         if note is not None:
             reporter.note(note)
@@ -119,10 +124,15 @@ def _plan(config: EvalConfig, reporter: Reporter) -> _Plan:
     encoder = open_prompts(spec, trust_remote_code=config.trust_remote_code)
     own_end = encoder.tokenizer.eos_token_id
     ends = {*parts.files.facts.eos_token_ids, *([own_end] if isinstance(own_end, int) else [])}
+    refused: Counter[str] = Counter()
+    asked = read_dialogues(path, config.limit, config.seed, refused=refused)
+    if refused:
+        why = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
+        reporter.warn(f"{refused.total()} rows of {path} ask nothing and are left out: {why}")
     return _Plan(
         spec,
         encoder,
-        read_dialogues(path, config.limit, config.seed),
+        asked,
         tokens,
         () if config.ignore_eos else tuple(sorted(ends)),
         _dtype(config, spec),

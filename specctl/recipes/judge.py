@@ -98,6 +98,11 @@ def _judge(
         rows.append(row)
     baselines = tuple(_baseline_row(b, sides[0][1]) for b in replayed)
     outcome, needed, sentence = _verdict(rows, tolerance)
+    strange = [found for found in divergences if found.is_near is False]
+    if strange:
+        outcome, needed = OUT, None
+        names = f"{strange[0].size} writes another text than {strange[0].against}"
+        sentence = f"{names}, from a token on that rounding cannot explain: a fault"
     return Judgement(
         rows=tuple(rows),
         baselines=baselines,

@@ -92,9 +92,8 @@ def train(config: TrainConfig, reporter: Reporter) -> TrainReport | None:
             else:
                 run_local(TrainJob(config), pp=ranks, tp=1, device=config.device, reporter=reporter)
         except KeyboardInterrupt:
-            raise InterruptedRun(
-                "interrupted", where=str(out), hint="`--resume` goes on from the last checkpoint; nothing saved is lost"
-            ) from None
+            hint = "`--resume` goes on from the last save, which is made after each `--save-every` steps"
+            raise InterruptedRun("interrupted", where=str(out), hint=hint) from None
         except SpecctlError:
             if is_lead:
                 _forget(out)

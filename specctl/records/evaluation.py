@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
 COMPARED: Final = (
-    "target",
-    "draft",
-    "prompts",
+    "target_weights",
     "prompts_sha256",
     "template_sha256",
     "num_draft_tokens",
