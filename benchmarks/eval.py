@@ -167,7 +167,8 @@ def stages(engine: Engine, draft: str, num_tokens: int) -> None:
     item, size = DTYPES[engine.dtype].itemsize, engine.spec.hidden_size
     half = engine.spec.num_layers - engine.spec.num_layers // 2
     columns = sum(len(r.prompt) for r in engine.requests) + sum(4 * len(d.steps) for d in outcome.decoded)
-    width = size * (1 + sum(int(slot) <= half for slot in engine.slots if slot != "norm"))
+    # A state that lies where the stages meet is the stream itself.
+    width = size * (1 + sum(int(slot) < half for slot in engine.slots if slot != "norm"))
     least = columns * (width * item + 8)
     print(
         f"  PP 2 in {seconds[2] / seconds[1]:.2f} of PP 1's time on the same cores; "
