@@ -40,7 +40,6 @@ from specctl.errors import (
     SpecctlError,
     UsageError,
 )
-from specctl.files.head import Asked
 from specctl.recipes.extract import extract
 from specctl.recipes.inspectrun import inspect_run
 from specctl.recipes.train import begun, train
@@ -448,11 +447,10 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def served(draft: str | Path, target: str) -> DraftModel:
     """The draft in a folder as a module, read as any checkpoint is."""
     parts = read_parts(target)
-    files = parts.files
-    asked = Asked(target=files.facts, embedding=files.embedding, lm_head=files.lm_head)
-    head, found = headmaking.load_head(str(draft), "vllm", asked)
+    head = headmaking.read_head(str(draft), parts)
+    found = {name: headmaking.to_tensor(source) for name, source in head.tensors.items()}
     config = TrainConfig(shards=(), target=target, out="")
-    return headmaking.warm_model(config, head, found, parts)
+    return headmaking.warm_model(config, head.config, found, parts)
 
 
 # -- starting from an earlier draft -----------------------------------------------------------------------------------

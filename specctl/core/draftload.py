@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
-from specctl import plugins
-from specctl.core.headmaking import to_tensor
+from specctl.core.headmaking import read_head, to_tensor
 from specctl.core.modules import DraftModel
 from specctl.core.teaching import TargetParts
 from specctl.errors import InputError, UsageError
-from specctl.files.checkpoint import open_checkpoint
-from specctl.files.head import Asked
 from specctl.files.tensors import Source, TensorEntry
 from specctl.records.head import HeadConfig
 
@@ -23,10 +19,7 @@ def read_draft(path: str, parts: TargetParts) -> tuple[HeadConfig, Mapping[str, 
 
     Raises InputError for a folder that is no draft, is one for another target, or lacks a tensor.
     """
-    checkpoint = open_checkpoint(Path(path))
-    files = parts.files
-    asked = Asked(target=files.facts, embedding=files.embedding, lm_head=files.lm_head)
-    head = plugins.load_format(plugins.recognise(checkpoint) or "vllm").read(checkpoint, asked)
+    head = read_head(path, parts)
     return head.config, head.tensors
 
 

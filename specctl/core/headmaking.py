@@ -113,10 +113,11 @@ def trains_embedding(config: TrainConfig, head: HeadConfig) -> bool:
     return config.parallel_drafting or head.hidden_size != head.target_hidden_size
 
 
-def load_head(path: str, layout: str, asked: Asked) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    """A draft checkpoint of any layout, as settings and fp32 tensors by canonical name."""
-    head = plugins.load_format(layout).read(open_checkpoint(Path(path)), asked)
-    return head.config, {name: to_tensor(source) for name, source in head.tensors.items()}
+def read_head(path: str, parts: TargetParts) -> Head:
+    """A draft checkpoint of any layout, in canonical terms; no weights are read. Raises InputError."""
+    checkpoint, files = open_checkpoint(Path(path)), parts.files
+    asked = Asked(target=files.facts, embedding=files.embedding, lm_head=files.lm_head)
+    return plugins.load_format(plugins.recognise(checkpoint) or "vllm").read(checkpoint, asked)
 
 
 def warm_model(

@@ -17,14 +17,11 @@ from specctl.core.capture import Recorder, owned_slots, record
 from specctl.core.placement import Placement, stage_layers
 from specctl.core.ragged import Frame, RowsCache
 from specctl.core.target import LoadedTarget
+from specctl.core.teaching import SCALES, logit_scale
 from specctl.records.layers import NORM
 
 KINDS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers whose cache can forget tokens; a target with others reads its rows again each time."""
-
-
-SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling")
-"""What a config calls the number that logits are multiplied by; only Granite divides by its `logits_scaling`."""
 
 
 class TargetRows:
@@ -46,6 +43,9 @@ class TargetRows:
         # transformers renamed the argument in 5.24.
         self._cache_name = "cache" if "cache" in known else "past_key_values"
         self._takes_positions = "position_ids" in known
+        config = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self._scale = logit_scale({key: getattr(config, key, None) for key in (*SCALES, "model_type")})
+        self._softcap = getattr(config, "final_logit_softcapping", None)
         self._handles: list[Any] = []
         self._recording: Any = None
 
@@ -104,14 +104,11 @@ class TargetRows:
     def logits(self, normed_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] in fp32, by the target's own head, on the last stage."""
         head = self.target.model.get_output_embeddings()  # type: ignore[operator]
-        config = self.target.model.config.get_text_config()  # type: ignore[operator, union-attr]
         out: torch.Tensor = head(normed_ND).float()
-        cap = getattr(config, "final_logit_softcapping", None)
-        for key in SCALES:
-            scale = getattr(config, key, None)
-            if isinstance(scale, (int, float)) and scale != 1:
-                is_divisor = key == "logits_scaling" and config.model_type != "hyperclovax"
-                out = out / scale if is_divisor else out * scale
+        factor, divisor = self._scale
+        out = out if factor == 1 else out * factor
+        out = out if divisor == 1 else out / divisor
+        cap = self._softcap
         return out if cap is None else (out / cap).tanh() * cap
 
     def _unpack(self, received: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -23,6 +23,9 @@ HEAD_BIASES = tuple(name.replace(".weight", ".bias") for name in HEADS)
 
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
+SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling")
+"""What configs call a number that logits are scaled by."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
@@ -56,11 +59,12 @@ def read_parts(name: str, revision: str | None = None) -> TargetParts:
     _refuse_bias(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _, text = text_settings(raw)
+    factor, divisor = logit_scale(text)
     return TargetParts(
         files=files,
         embedding=mapped(files.embedding),
         head=mapped(files.lm_head),
-        scale=_scale(text),
+        scale=factor / divisor,
         softcap=text.get("final_logit_softcapping"),
         settings=text,
         fingerprint=fingerprint,
@@ -93,14 +97,17 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
     return data.view(dtype).reshape(entry.shape)
 
 
-def _scale(text: Mapping[str, Any]) -> float:
-    """What logits are multiplied by: Cohere, Falcon-H1 and HyperCLOVA X multiply, Granite divides."""
-    for key in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
-        if isinstance(text.get(key), (int, float)):
-            value = float(text[key])
-            is_divided = key == "logits_scaling" and text.get("model_type") != "hyperclovax"
-            return 1.0 / value if is_divided else value
-    return 1.0
+def logit_scale(text: Mapping[str, Any]) -> tuple[float, float]:
+    """What logits are multiplied by and divided by: Cohere, Falcon-H1 and HyperCLOVA X multiply, Granite divides."""
+    factor = divisor = 1.0
+    for key in SCALES:
+        if not isinstance(text.get(key), (int, float)):
+            continue
+        if key == "logits_scaling" and text.get("model_type") != "hyperclovax":
+            divisor *= float(text[key])
+        else:
+            factor *= float(text[key])
+    return factor, divisor
 
 
 def _refuse_bias(folder: Path) -> None:

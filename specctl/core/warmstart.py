@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from specctl import plugins
 from specctl.core import headmaking
 from specctl.core.modules import DraftModel
 from specctl.core.teaching import TargetParts
 from specctl.errors import UsageError
-from specctl.files.checkpoint import open_checkpoint
-from specctl.files.head import Asked
 from specctl.records.head import HeadConfig
 from specctl.records.training import TrainConfig
 
@@ -33,10 +29,8 @@ def warm_start(config: TrainConfig, head: HeadConfig, parts: TargetParts) -> Dra
     Raises UsageError when it reads other layers, drafts in another way or has another shape than the run asks for.
     """
     assert config.init_from is not None
-    checkpoint = open_checkpoint(Path(config.init_from))
-    layout = plugins.recognise(checkpoint) or "vllm"
-    asked = Asked(aux_ids=None, target=parts.files.facts, embedding=parts.files.embedding, lm_head=parts.files.lm_head)
-    found, tensors = headmaking.load_head(config.init_from, layout, asked)
+    earlier = headmaking.read_head(config.init_from, parts)
+    found = earlier.config
     if found.aux_ids is not None and found.aux_ids != head.aux_ids:
         raise UsageError(
             f"the draft to start from reads boundaries {list(found.aux_ids)} and the shards give "
@@ -51,6 +45,7 @@ def warm_start(config: TrainConfig, head: HeadConfig, parts: TargetParts) -> Dra
         raise UsageError("`init_head` has no meaning for a draft that brings its head", where=config.init_from)
     _require_same(config, found)
     kept = {key: getattr(head, key) for key in KEPT}
+    tensors = {name: headmaking.to_tensor(source) for name, source in earlier.tensors.items()}
     return headmaking.warm_model(config, replace(found, **kept), tensors, parts)
 
 
