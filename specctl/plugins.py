@@ -7,7 +7,8 @@ reads the folder and imports nothing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from specctl.files.checkpoint import Checkpoint
     from specctl.files.head import Asked, Head, Written
     from specctl.records.draft import DraftBatch, DraftSettings, LossReport
+    from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt, SizeResult
+    from specctl.records.progress import Reporter
     from specctl.records.shard import ShardEntry, ShardLayout, SlotArray
 
 Kind = Literal["stores", "formats", "contracts", "drafts", "engines"]
@@ -96,6 +99,32 @@ class Draft(Protocol):
         core.losses.Teacher, `generator` a torch.Generator on the CPU from which all draws come."""
 
 
+class Engine(Protocol):
+    """One way to decode with a draft. Source: docs/design.md, Engines."""
+
+    TITLE: str
+    """What it is, for help and refusals."""
+    IS_SERVER: bool
+    """Another program decodes: it is started or attached to, and the options for servers have a meaning."""
+
+    def refuse(self, config: EvalConfig) -> None:
+        """Raises UsageError or NotSupportedError for options it cannot run, before anything is read."""
+
+    def ready(self, plan: DecodePlan, reporter: Reporter) -> DecodePlan:
+        """The plan as it will be run, once machine, versions and every size are known to do for it.
+
+        Raises SpecctlError for what they cannot do, before anything is started.
+        """
+
+    def open(
+        self, plan: DecodePlan, pp: int, reporter: Reporter
+    ) -> AbstractContextManager[Callable[[Sequence[Prompt]], SizeResult]]:
+        """Everything that runs at one size, given back at the end whatever happens.
+
+        What it gives decodes prompts and has one result for each, in their order.
+        """
+
+
 def names(kind: Kind) -> tuple[str, ...]:
     """The plug-ins of one kind, sorted."""
     folder = Path(specctl.__file__).parent / kind
@@ -124,6 +153,11 @@ def recognise(checkpoint: Checkpoint) -> str | None:
 def load_draft(name: str) -> Draft:
     """The draft algorithm called `name`."""
     return cast(Draft, load("drafts", name))
+
+
+def load_engine(name: str) -> Engine:
+    """The engine called `name`."""
+    return cast("Engine", load("engines", name))
 
 
 def load_format(name: str) -> Format:

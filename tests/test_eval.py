@@ -275,9 +275,19 @@ def test_values_without_a_meaning_are_refused_before_weights_load(changes: dict,
 
 def test_a_target_that_cannot_be_split_and_an_engine_that_is_not_there_are_refused(config: EvalConfig, tiny) -> None:
     with pytest.raises(NotSupportedError, match="cannot run on pipeline stages"):
-        evaluate(replace(config, target=tiny("gpt2"), pp=(1, 2)), SilentReporter())
-    with pytest.raises(NotSupportedError, match="no engine `sglang`"):
-        evaluate(replace(config, engine="sglang"), SilentReporter())
+        evaluate(replace(config, target=tiny("gpt2"), draft=None, no_spec=True, pp=(1, 2)), SilentReporter())
+    with pytest.raises(UsageError, match="no engine is called `tensorrt`"):
+        evaluate(replace(config, engine="tensorrt"), SilentReporter())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"endpoint": "http://localhost:1"}, {"server_venv": "v"}, {"server_command": "x"}, {"server_args": "--y"}],
+)
+def test_an_option_for_servers_is_refused_by_the_engine_that_is_none(changes: dict, config: EvalConfig) -> None:
+    name = next(iter(changes)).replace("_", "-")
+    with pytest.raises(UsageError, match=f"`--{name}` is for servers"):
+        evaluate(replace(config, **changes), SilentReporter())
 
 
 @pytest.mark.parametrize("more", [("--batch", 0), ("--top-p", 2), ("--draft-sampling", "x"), ("--batch", "many")])

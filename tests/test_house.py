@@ -96,6 +96,15 @@ def test_every_layout_satisfies_its_protocol(name: str) -> None:
         assert list(inspect.signature(getattr(layout, member)).parameters) == [p for p in wanted if p != "self"]
 
 
+@pytest.mark.parametrize("name", plugins.names("engines"))
+def test_every_engine_satisfies_its_protocol(name: str) -> None:
+    engine = plugins.load_engine(name)
+    assert engine.TITLE and isinstance(engine.IS_SERVER, bool)
+    for member in ("refuse", "ready", "open"):
+        wanted = inspect.signature(getattr(plugins.Engine, member)).parameters
+        assert list(inspect.signature(getattr(engine, member)).parameters) == [p for p in wanted if p != "self"]
+
+
 @pytest.mark.parametrize("name", plugins.names("contracts"))
 def test_every_contract_is_rules_with_a_docstring(name: str) -> None:
     contract = plugins.load("contracts", name)

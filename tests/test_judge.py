@@ -79,6 +79,36 @@ def test_a_position_that_was_never_proposed_has_no_rate() -> None:
     assert row.joint_rates[3:] == row.conditional_rates[3:] == (None, None)
 
 
+def test_a_server_that_tells_counts_and_no_steps_is_judged_by_the_same_numbers() -> None:
+    bare = [replace(result, steps=None) for result in PROMPTS]
+    [row] = judge(run(size(1, *PROMPTS)), tolerance=0.05).rows
+    [other] = judge(run(size(1, *bare)), tolerance=0.05).rows
+    assert other == row
+    again = result_from_dict(json.loads(to_json(run(size(1, *bare)).to_dict())), "x.json")
+    assert again.sizes[0].results == tuple(bare)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accepted": (9, 0, 0)}, "more drafts kept a token than had it"),
+        ({"accepted": (1, 2, 0)}, "more drafts kept a token"),
+        ({"accepted": (1, 1)}, "`proposed` has 3 positions and `accepted` 2"),
+    ],
+)
+def test_counts_without_steps_that_cannot_be_are_refused(changes: dict, message: str) -> None:
+    bare = replace(PROMPTS[0], steps=None, **changes)
+    with pytest.raises(InputError, match=message):
+        result_from_dict(json.loads(to_json(run(size(1, bare)).to_dict())), "x.json")
+
+
+def test_a_server_whose_weights_are_out_of_reach_is_compared_all_the_same() -> None:
+    own, served = run(size(1, *PROMPTS)), run(size(1, *PROMPTS), target_weights=None)
+    assert compare(own, served, tolerance=0.05).outcome == "within"
+    with pytest.raises(UsageError, match="target_weights"):
+        compare(own, run(size(1, *PROMPTS), target_weights="other"), tolerance=0.05)
+
+
 def test_sizes_that_agree_are_within() -> None:
     found = judge(run(size(1, *PROMPTS), size(2, *PROMPTS), size(4, *PROMPTS, tp=2)), tolerance=0.05)
     assert (found.outcome, found.exit_code) == ("within", 0)

@@ -66,6 +66,19 @@ def evaluate(
     report: Annotated[str | None, typer.Option(help="Write a page to look at, as in eval.html.")] = None,
     dtype: Annotated[str, typer.Option(help="auto (the target's own), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    engine: Annotated[str, typer.Option(help="reference (specctl's own), vllm or sglang: what decodes.")] = "reference",
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of a server that runs already; DRAFT may then be left out.")
+    ] = None,
+    server_venv: Annotated[
+        str | None, typer.Option(help="Virtual environment with the server to start, instead of the PATH.")
+    ] = None,
+    server_command: Annotated[
+        str | None, typer.Option(help="How to start the server, as in 'docker run ... vllm serve'.")
+    ] = None,
+    server_args: Annotated[
+        str | None, typer.Option(help="Arguments to add for the server, as in '--max-model-len 4096'.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that the target's folder brings.")
     ] = False,
@@ -112,7 +125,7 @@ def _write_page(settings: Any, result: Any, judgement: Any) -> None:
     from specctl.recipes.report import write_report
 
     is_trusted = settings.trust_remote_code
-    spec = describe_target(settings.target, revision=settings.revision, trust_remote_code=is_trusted)
+    spec = describe_target(settings.target, revision=settings.revision, trust_remote_code=is_trusted, is_whole=False)
     tokenizer = load_tokenizer(spec, trust_remote_code=is_trusted)
     write_report(Path(settings.report), result, judgement, decode=tokenizer.decode)
 

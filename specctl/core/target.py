@@ -23,7 +23,8 @@ from specctl.errors import MachineError, NotSupportedError, SpecctlError, Target
 from specctl.records.target import TargetSpec, text_settings
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*", "*.py"]
+SMALL_PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt", "tokenizer*", "*.py"]
+HUB_PATTERNS = ["*.safetensors", *SMALL_PATTERNS]
 _LOADER_ERRORS = (OSError, ValueError, ImportError, LookupError, RuntimeError, TypeError, AttributeError)
 BLOCK_BYTES = 4096
 BLOCKS_PER_FILE = 256
@@ -40,14 +41,18 @@ class LoadedTarget:
     dtype: torch.dtype
 
 
-def describe_target(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> TargetSpec:
+def describe_target(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False, is_whole: bool = True
+) -> TargetSpec:
     """What `name` (folder, hub id, GGUF file or folder with one) is, without loading weights.
 
-    A GGUF file is dequantised into the cache on first use. Raises TargetError.
+    A GGUF file is dequantised into the cache on first use. Unless `is_whole` the weights may be missing, are
+    not fetched from the hub, and the fingerprint of missing ones is empty. Raises TargetError.
     """
     quiet_transformers()
-    folder, gguf_file = resolve(name, revision)
-    fingerprint = weights_fingerprint(folder, gguf_file)
+    folder, gguf_file = resolve(name, revision, is_whole=is_whole)
+    has_weights = is_whole or gguf_file is not None or any(any(folder.glob(g)) for g in WEIGHT_PATTERNS[:2])
+    fingerprint = weights_fingerprint(folder, gguf_file) if has_weights else ""
     if gguf_file is not None:
         from huggingface_hub.constants import HF_HOME
 
@@ -156,7 +161,7 @@ def load_target(
     return LoadedTarget(spec, model, find_decoder(model, spec.num_layers), device, DTYPES[dtype])
 
 
-def resolve(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+def resolve(name: str, revision: str | None = None, *, is_whole: bool = True) -> tuple[Path, str | None]:
     """The local folder of `name`, and the GGUF file in it when that is what it holds."""
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -176,7 +181,7 @@ def resolve(name: str, revision: str | None = None) -> tuple[Path, str | None]:
         raise TargetError(
             f"`{name}` is neither a folder nor a hub id", hint="a hub id has the form owner/name; is the path right?"
         )
-    return _fetch(name, revision), None
+    return _fetch(name, revision, HUB_PATTERNS if is_whole else SMALL_PATTERNS), None
 
 
 def weights_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
@@ -198,11 +203,11 @@ def weights_fingerprint(folder: Path, gguf_file: str | None = None) -> str:
     return f"blocks-sha256:{digest.hexdigest()[:32]}"
 
 
-def _fetch(name: str, revision: str | None) -> Path:
+def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's errors share no base class narrower than this
         raise TargetError(
             f"`{name}` is no local folder and could not be fetched from the hub: {_first_line(error)}",

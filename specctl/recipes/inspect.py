@@ -242,7 +242,7 @@ def _render(folder: Path, manifest: Manifest, index: int, target: str | None, re
     ids, mask = shard.input_ids()[rows].tolist(), shard.loss_mask()[rows].tolist()
     name = target or str(manifest.provenance.get("target"))
     try:
-        tokenizer = load_tokenizer(describe_target(name))
+        tokenizer = load_tokenizer(describe_target(name, is_whole=False))
     except SpecctlError as error:
         reporter.note(f"no sample is shown, the target's tokenizer is not at hand: {error.message}")
         return None

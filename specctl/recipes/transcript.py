@@ -9,7 +9,7 @@ from html import escape
 from typing import Final, TypeAlias
 
 from specctl.core.intervals import length
-from specctl.records.evaluation import PromptResult
+from specctl.records.evaluation import UNTOLD, PromptResult
 
 ACCEPTED: Final = "accepted"
 CORRECTED: Final = "corrected"
@@ -47,9 +47,11 @@ class Mark:
 def marks(result: PromptResult) -> list[list[Mark]]:
     """The tokens of a text step by step, refused ones before what replaced them; cut where the text was cut.
 
-    The first list is the token that came with the prompt.
+    The first list is the token that came with the prompt, or all of them where no steps were told.
     """
     end = len(result.tokens)
+    if result.steps is None:
+        return [[Mark(token, PLAIN, at)] for at, token in enumerate(result.tokens)]
     found = [[Mark(token, PLAIN, 0) for token in result.tokens[:1]]]
     at = 1
     for drafted, kept in result.steps:
@@ -58,7 +60,8 @@ def marks(result: PromptResult) -> list[list[Mark]]:
         step = [Mark(token, ACCEPTED, at + i) for i, token in enumerate(drafted[:kept]) if at + i < end]
         own = at + kept
         if own < end:
-            step += [Mark(token, REFUSED, own + i) for i, token in enumerate(drafted[kept:])]
+            refused = enumerate(token for token in drafted[kept:] if token != UNTOLD)
+            step += [Mark(token, REFUSED, own + i) for i, token in refused]
             step.append(Mark(result.tokens[own], _own_kind(drafted, kept), own))
         found.append(step)
         at = own + 1

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
+from specctl.records.head import HeadConfig
+from specctl.records.target import TargetSpec
+
 COMPARED: Final = (
     "target_weights",
     "prompts_sha256",
@@ -28,6 +31,9 @@ COMPARED: Final = (
 
 STOP_REASONS: Final = ("eos", "length")
 
+UNTOLD: Final = -1
+"""Stands for a drafted id that a server refused and does not tell."""
+
 Step: TypeAlias = tuple[tuple[int, ...], int]
 """The drafted ids, none where nothing was drafted, and how many of them were accepted."""
 
@@ -39,6 +45,10 @@ class EvalConfig:
     `prompts` is a file or the name of a set. `pp` are the pipeline-parallel sizes, measured one after the other;
     the first is the one that others are compared with. `tolerance` is relative. `baseline` also times plain
     decoding and replays proposers without a draft; `no_spec` decodes plainly and drafts nothing.
+
+    `engine` is a plug-in's name; `endpoint` attaches to a server that runs, and the `server_*` say how to start
+    one: the command before its arguments, the virtual environment that has it, arguments to add, and the seconds
+    until it must be ready.
     """
 
     target: str
@@ -66,6 +76,39 @@ class EvalConfig:
     trust_remote_code: bool = False
     report: str | None = None
     engine: str = "reference"
+    endpoint: str | None = None
+    server_command: str | None = None
+    server_venv: str | None = None
+    server_args: str | None = None
+    server_timeout: float = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What an engine is to run: `num_draft_tokens` 0 is plain decoding, `head` the draft as it is stored.
+
+    `facts` are what the engine adds to the settings of the result, `versions` to its software.
+    """
+
+    config: EvalConfig
+    spec: TargetSpec
+    head: HeadConfig | None
+    num_draft_tokens: int
+    stop_ids: tuple[int, ...]
+    dtype: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One turn of one row, as the target reads it; `key` names it, also for its random numbers."""
+
+    key: str
+    id: str
+    category: str | None
+    turn: int
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +131,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One turn of one prompt. `gaps` are the distances of the two best logits at each new token."""
+    """One turn of one prompt. `gaps` are the distances of the two best logits at each new token.
+
+    `steps` is None where a server told no more than the counts. Build with `told` or `counted`.
+    """
 
     id: str
     category: str | None
@@ -98,13 +144,20 @@ class PromptResult:
     num_drafts: int
     proposed: tuple[int, ...]
     accepted: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] | None
     stop_reason: str
     gaps: tuple[float, ...] | None = None
 
     def counts(self) -> Counts:
-        """The counts of this turn, with what the steps tell."""
-        return count_steps(self.steps, num_tokens=len(self.tokens))
+        """The counts of this turn, with what the steps tell.
+
+        Without steps every step is taken to have drafted, and every draft to have reached its next position
+        when it kept the one before: so it is in servers, whose drafts all have the same length.
+        """
+        if self.steps is not None:
+            return count_steps(self.steps, num_tokens=len(self.tokens))
+        reached = tuple(map(min, self.proposed, (self.num_drafts, *self.accepted)))
+        return Counts(1, len(self.tokens), self.num_drafts, self.num_drafts, self.proposed, reached, self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +194,45 @@ class EvalResult:
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it; `records.evaluationfile` reads it."""
         return asdict(self)
+
+
+def told(
+    prompt: Prompt,
+    tokens: tuple[int, ...],
+    steps: tuple[Step, ...],
+    *,
+    is_stopped: bool,
+    gaps: tuple[float, ...] | None = None,
+) -> PromptResult:
+    """The result of a prompt whose steps are known."""
+    counts = count_steps(steps, num_tokens=len(tokens))
+    found = (counts.num_drafts, counts.proposed, counts.accepted, steps)
+    return _result(prompt, tokens, found, is_stopped=is_stopped, gaps=gaps)
+
+
+def counted(
+    prompt: Prompt,
+    tokens: tuple[int, ...],
+    num_drafts: int,
+    *,
+    proposed: tuple[int, ...],
+    accepted: tuple[int, ...],
+    is_stopped: bool,
+) -> PromptResult:
+    """The result of a prompt of which no more than counts is known: per position, drafts that had it and kept it."""
+    return _result(prompt, tokens, (num_drafts, proposed, accepted, None), is_stopped=is_stopped, gaps=None)
+
+
+def _result(
+    prompt: Prompt,
+    tokens: tuple[int, ...],
+    found: tuple[int, tuple[int, ...], tuple[int, ...], tuple[Step, ...] | None],
+    *,
+    is_stopped: bool,
+    gaps: tuple[float, ...] | None,
+) -> PromptResult:
+    reason = "eos" if is_stopped else "length"
+    return PromptResult(prompt.id, prompt.category, prompt.turn, prompt.ids, tokens, *found, reason, gaps)
 
 
 def count_steps(steps: Sequence[Step], *, num_tokens: int) -> Counts:

@@ -8,6 +8,7 @@ from typing import Any
 from specctl.errors import InputError
 from specctl.records.evaluation import (
     STOP_REASONS,
+    UNTOLD,
     Baseline,
     Counts,
     EvalResult,
@@ -74,7 +75,9 @@ def _prompt(data: object, where: str) -> PromptResult:
         num_drafts=_integer(found, "num_drafts", where),
         proposed=_integers(found, "proposed", where),
         accepted=_integers(found, "accepted", where),
-        steps=tuple(_step(item, place) for item, place in _items(found, "steps", where)),
+        steps=None
+        if _get(found, "steps", where) is None
+        else tuple(_step(item, place) for item, place in _items(found, "steps", where)),
         stop_reason=str(_get(found, "stop_reason", where)),
         gaps=None if found.get("gaps") is None else _gaps(found, where),
     )
@@ -83,6 +86,8 @@ def _prompt(data: object, where: str) -> PromptResult:
 
 
 def _refuse_contradiction(result: PromptResult, where: str) -> None:
+    if result.steps is None:
+        _refuse_impossible(result, where)
     counts = result.counts()
     if result.num_drafts != counts.num_drafts:
         raise InputError(f"`num_drafts` is {result.num_drafts}, and the steps give {counts.num_drafts}", where=where)
@@ -98,6 +103,17 @@ def _refuse_contradiction(result: PromptResult, where: str) -> None:
         raise InputError(f"{len(result.gaps)} gaps for {len(result.tokens)} tokens", where=f"{where}: gaps")
 
 
+def _refuse_impossible(result: PromptResult, where: str) -> None:
+    """Counts of which no steps are told can still not be just any."""
+    if len(result.proposed) != len(result.accepted):
+        raise InputError(
+            f"`proposed` has {len(result.proposed)} positions and `accepted` {len(result.accepted)}", where=where
+        )
+    before = (result.num_drafts, *result.accepted)
+    if any(a > min(p, b) for p, a, b in zip(result.proposed, result.accepted, before, strict=False)):
+        raise InputError("more drafts kept a token than had it, or than kept the one before", where=where)
+
+
 def _trimmed(values: tuple[int, ...]) -> tuple[int, ...]:
     """Without the positions at the end that nothing reached: they may be listed as zeros or left out."""
     return values[: max((i + 1 for i, value in enumerate(values) if value), default=0)]
@@ -107,7 +123,8 @@ def _step(data: object, where: str) -> Step:
     if not isinstance(data, Sequence) or len(data) != 2 or isinstance(data, str):
         raise InputError("expected drafted ids and the number accepted", where=where)
     pair = {"drafted": data[0], "accepted": data[1]}
-    drafted, accepted = _integers(pair, "drafted", where), _integer(pair, "accepted", where)
+    drafted = tuple(_whole(item, place, least=UNTOLD) for item, place in _items(pair, "drafted", where))
+    accepted = _integer(pair, "accepted", where)
     if accepted > len(drafted):
         raise InputError(f"{accepted} of {len(drafted)} drafted tokens cannot be accepted", where=where)
     return drafted, accepted
