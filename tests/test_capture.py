@@ -45,7 +45,7 @@ def toy8() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_slot_equals_the_plain_forward_bit_for_bit(family: str) -> None:
+def test_a7_every_slot_equals_the_plain_forward_bit_for_bit(family: str) -> None:
     """A7; linear-attention layers and multimodal wrappers included (vllm-project/vllm#36527)."""
     target = load(family)
     slots = parse_slots("all,norm", target.spec.num_layers)
@@ -83,7 +83,7 @@ def test_the_final_boundary_is_never_dropped_from_three() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2"])
-def test_layer_zero_is_the_first_layers_input_also_from_inputs_embeds(family: str) -> None:
+def test_a5_layer_zero_is_the_first_layers_input_also_from_inputs_embeds(family: str) -> None:
     """A5: after the model's own scaling and positions, whoever made the embeddings."""
     target = load(family)
     entered: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ def test_layer_zero_is_the_first_layers_input_also_from_inputs_embeds(family: st
     assert not torch.equal(by_ids["0"], by_embeds["0"])
 
 
-def test_layer_zero_is_the_same_under_torch_compile() -> None:
+def test_a5_layer_zero_is_the_same_under_torch_compile() -> None:
     """A5: what a compiled decoder records is what the eager one does; later calls leave it alone."""
     target = load("llama")
     slots = ("0", "4", "8", "norm")
@@ -158,7 +158,7 @@ class Whole(nn.Module):
         return None
 
 
-def test_a_recorded_tensor_survives_layers_that_work_in_place() -> None:
+def test_a6_a_recorded_tensor_survives_layers_that_work_in_place() -> None:
     """A6: without a copy every slot would show the last layer's values."""
     model = Whole(Stack([InPlaceLayer(1.0), InPlaceLayer(10.0), InPlaceLayer(100.0)]))
     states = capture(model, find_decoder(model, 3), ("0", "1", "2", "3"), input_ids=IDS)
@@ -238,7 +238,7 @@ class PPMissingLayer(nn.Module):
         return hidden_states
 
 
-def test_recorders_attach_to_real_layers_of_a_stage_only() -> None:
+def test_a3_recorders_attach_to_real_layers_of_a_stage_only() -> None:
     """A3: the class of `layers[-1]` may be a placeholder's (vllm-project/vllm#66546)."""
     stage = Whole(Stack([InPlaceLayer(1.0), InPlaceLayer(10.0), PPMissingLayer(), PPMissingLayer()]))
     decoder = find_decoder(stage, 4)

@@ -38,7 +38,7 @@ def test_a_gpu_stores_the_states_that_a_cpu_does(family: str, chats: Any, tmp_pa
     assert all(slot.min_cosine > 1 - 1e-5 for slot in report.slots)
 
 
-def test_layer_zero_survives_the_replay_of_a_cuda_graph() -> None:
+def test_a5_layer_zero_survives_the_replay_of_a_cuda_graph() -> None:
     """A5: the graph's own buffers are overwritten at each replay; what was recorded is not."""
     target = load_target(describe_target(str(make_tiny("llama"))), dtype="float32", device=torch.device("cuda", 0))
     recorder = Recorder()

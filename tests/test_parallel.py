@@ -5,18 +5,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, chat_rows
 
 from fixtures.make import make_tiny
 from specctl.core import folder as folders
 from specctl.core.extraction import ExtractJob
 from specctl.core.launch import run_local
+from specctl.core.parallel import Wire
 from specctl.core.placement import Placement, check_sizes, place, stage_layers
 from specctl.core.plan import order, plan_shards
+from specctl.core.pulse import PULSE, Pulse
 from specctl.core.recompute import match, to_torch
 from specctl.core.samples import fill_spool, open_spool
 from specctl.core.split import check_split
@@ -113,7 +117,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_pipeline_stages_write_the_same_bytes_as_one_process(one_process: Path, tmp_path: Path, stages: int) -> None:
+def test_a1_a3_pipeline_stages_write_the_same_bytes_as_one_process(
+    one_process: Path, tmp_path: Path, stages: int
+) -> None:
     """A1, A3: every slot of every family, layer counts that do not divide, stages without layers."""
     jobs = tuple(make_job(tmp_path / family, family) for family in FAMILIES)
     run_local(Several(jobs), pp=stages, tp=1, device="cpu", reporter=SilentReporter())
@@ -220,8 +226,48 @@ def test_a_rank_that_ends_ends_the_run_with_its_cause(how: str, kind: type[Excep
         run_local(Dies(1, how), pp=2, tp=1, device="cpu", reporter=SilentReporter())
 
 
+@dataclasses.dataclass(frozen=True)
+class GetsStuck:
+    """Steps of `seconds` for a token, and at last one that does not end."""
+
+    rank: int
+    seconds: float
+
+    def __call__(self, placement: Placement, reporter: Reporter) -> None:
+        for tokens in (1, 2):
+            with PULSE.step(tokens):
+                time.sleep(self.seconds * tokens)
+        if placement.stage == self.rank:
+            with PULSE.step(1):
+                time.sleep(600)
+        else:
+            Wire(torch.device("cpu")).receive((1,), torch.int64, self.rank, tag=0)
+
+
+def test_a_rank_that_lives_and_does_not_get_on_is_named_and_one_that_waits_for_it_is_not() -> None:
+    began = time.monotonic()
+    with pytest.raises(MachineError, match="rank 1: hangs: a step goes on for"):
+        run_local(GetsStuck(1, 0.01), pp=2, tp=1, device="cpu", reporter=SilentReporter(), silence_s=3.0)
+    assert time.monotonic() - began < 60
+
+
+def test_a_step_may_take_as_long_as_its_tokens_and_the_steps_before_allow() -> None:
+    pulse = Pulse()
+    with pulse.step(1):
+        assert pulse.stuck_for(0.0) is None, "the first has all the time it takes"
+        time.sleep(0.05)
+    with pulse.step(10):
+        time.sleep(0.2)
+        assert pulse.stuck_for(0.0) is None
+    with pulse.step(1):
+        time.sleep(0.2)
+        assert pulse.stuck_for(1.0) is None
+        assert pulse.stuck_for(0.0) is not None
+    assert pulse.stuck_for(0.0) is None
+
+
 @pytest.mark.parametrize("family", ["multimodal", "gpt2"])
-def test_a_layout_that_cannot_be_split_is_refused_by_name_before_weights_load(family: str, tmp_path: Path) -> None:
+def test_a4_a_layout_that_cannot_be_split_is_refused_by_name_before_weights_load(family: str, tmp_path: Path) -> None:
     """A4: the folder has no weights at all here, and the refusal comes all the same."""
     spec = describe_target(str(make_tiny(family)))
     for file in Path(spec.path).iterdir():

@@ -120,7 +120,7 @@ def test_segments_part_the_elements_between_chains() -> None:
         assert sum(map(len, owners)) == len(set().union(*owners))
 
 
-def test_one_depth_is_step_zero_of_eagle3() -> None:
+def test_b1_one_depth_is_step_zero_of_eagle3() -> None:
     model, batch, settings = a_model(PARALLEL), a_batch(PARALLEL, PACKED), DraftSettings(1)
     found = run(model, batch, settings)
     gradients = {n: p.grad for n, p in model.named_parameters()}
@@ -182,7 +182,7 @@ def trained(model: DraftModel, batch: DraftBatch, settings: DraftSettings) -> No
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("is_trained", [False, True], ids=["random", "trained"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_the_training_forward_equals_the_flat_layout_that_a_server_runs(head, is_trained, dtype, tolerance) -> None:
+def test_b6_the_training_forward_equals_the_flat_layout_that_a_server_runs(head, is_trained, dtype, tolerance) -> None:
     """B6: slots 0..p with real tokens and states, then K - 1 of the reserved token and `mask_hidden`, plainly causal.
 
     Source: vllm `spec_decode/utils.py`, `copy_and_expand_eagle_inputs`.

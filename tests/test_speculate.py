@@ -29,8 +29,11 @@ from specctl.core.decodejob import DecodeJob, DecodeOutcome, read_outcome
 from specctl.core.decoder import find_decoder
 from specctl.core.launch import run_local
 from specctl.core.modules import DraftCache, DraftModel
+from specctl.core.placement import Placement
+from specctl.core.ragged import Frame
 from specctl.core.speculate import Decoded, DecodeSettings
 from specctl.core.target import LoadedTarget
+from specctl.core.targetrows import TargetRows
 from specctl.errors import UsageError
 from specctl.records.progress import SilentReporter
 
@@ -265,6 +268,23 @@ def assert_same_at(pp: int, jobs: Sequence[DecodeJob]) -> list[DecodeOutcome]:
         check(family, several.decoded, PROMPTS, job.settings.num_draft_tokens)
         assert (one.bytes_sent, several.bytes_sent > 0) == (0, True)
     return found
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama-tied", "moe"])
+def test_a5_a6_a_draft_reads_layer_zero_and_others_as_they_were_and_the_next_step_leaves_them(family: str) -> None:
+    """A5, A6: rows at their own pace over a cache give the states of one plain forward, and keep them."""
+    target = a_target(family)
+    slots = ("0", "1", str(target.spec.num_layers - 1))
+    tokens = torch.tensor([[256, 7, 42, 99, 7, 3, 11, 5]])
+    with torch.inference_mode():
+        expected = target.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    with TargetRows(target, slots, Placement()) as rows:
+        cache, found = rows.new_cache(), []
+        for begin, end in ((0, 5), (5, 8)):
+            frame = Frame.of([begin], end - begin, torch.device("cpu"))
+            found.append(rows.run(tokens[:, begin:end], frame, cache, None))
+    for slot in slots:
+        torch.testing.assert_close(torch.cat([f[slot] for f in found], 1), expected[int(slot)], rtol=1e-5, atol=1e-5)
 
 
 def test_a2_two_stages_give_the_texts_steps_and_counts_of_one_process(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from typing import Any, Protocol
 
 from specctl.core.parallel import enter_group, file_store, leave_group
 from specctl.core.placement import Placement, place
+from specctl.core.pulse import PULSE
 from specctl.errors import MachineError, SpecctlError
 from specctl.records.progress import ForwardingReporter, Reporter, SilentReporter
 
 GRACE_S = 5.0
 BEAT_S = 2.0
+START_S = 90.0
+"""Until a rank must have shown a first sign of life: it imports before, which takes long on a busy machine."""
 
 
 class Job(Protocol):
@@ -31,8 +34,8 @@ class Job(Protocol):
 def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter, silence_s: float | None = None) -> None:
     """Run `job` on pp x tp ranks of this machine, in this process when that is one.
 
-    Raises what the first failing rank raised; a rank that dies takes the others with it, and so does one
-    that shows no sign of life for `silence_s` seconds once it has shown one.
+    Raises what the first failing rank raised; a rank that dies takes the others with it. With `silence_s` so
+    does one that shows no sign of life for so many seconds, or that does not get on (core/pulse.py).
     """
     if pp * tp == 1:
         job(Placement(), reporter)
@@ -44,7 +47,7 @@ def run_local(job: Job, *, pp: int, tp: int, device: str, reporter: Reporter, si
         processes = [
             context.Process(
                 target=_rank_main,
-                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock, silence_s is not None),
+                args=(job, rank, pp, tp, device, f"{folder}/store", sender, send_lock, silence_s),
                 name=f"specctl-rank-{rank}",
                 daemon=True,
             )
@@ -71,7 +74,8 @@ def _start(processes: list[Any]) -> None:
 def _watch(processes: list[Any], receiver: Any, reporter: Reporter, silence_s: float | None) -> None:
     """Replay the ranks' talk until all have ended; raise what the first failing one said."""
     failures: dict[int, SpecctlError | str] = {}
-    heard: dict[int, float] = {}
+    # The first sign of life may come so much later.
+    heard = dict.fromkeys(range(len(processes)), time.monotonic() + START_S - (silence_s or 0.0))
     is_open = True
     while is_open or any(p.is_alive() for p in processes):
         waitable = [p.sentinel for p in processes if p.is_alive()] + [receiver] * is_open
@@ -98,12 +102,13 @@ def _watch(processes: list[Any], receiver: Any, reporter: Reporter, silence_s: f
 
 
 def _refuse_silence(processes: list[Any], heard: dict[int, float], silence_s: float) -> None:
-    """Raises MachineError for a living rank that was heard before and is not any more, and ends it."""
+    """Raises MachineError for a living rank that is not heard, and ends it."""
     for rank, last in heard.items():
         if processes[rank].is_alive() and time.monotonic() - last > silence_s:
             processes[rank].kill()  # it would not hear a gentler word
             raise MachineError(
-                f"rank {rank} hangs: no sign of life for {silence_s:.0f} s", hint="the other ranks were ended too"
+                f"rank {rank} hangs: no sign of life for more than {silence_s:.0f} s",
+                hint="the other ranks were ended too",
             )
 
 
@@ -163,7 +168,7 @@ def _rank_main(
     store_path: str,
     sender: Any,
     send_lock: Any,
-    is_heard: bool,
+    silence_s: float | None,
 ) -> None:
     # The parent ends its ranks; a Ctrl-C in the terminal reaches them too and must not.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,8 +179,8 @@ def _rank_main(
         with send_lock:
             sender.send((rank, *message))
 
-    if is_heard:
-        threading.Thread(target=_beat, args=(send,), daemon=True).start()
+    if silence_s is not None:
+        threading.Thread(target=_beat, args=(send, silence_s), daemon=True).start()
     placement = place(rank, pp * tp, rank, pp=pp, tp=tp)
     reporter: Reporter = ForwardingReporter(send) if placement.is_lead else SilentReporter()
     try:
@@ -190,10 +195,13 @@ def _rank_main(
         os._exit(1)
 
 
-def _beat(send: Callable[[tuple[str, tuple[Any, ...]]], None]) -> None:
-    while True:
+def _beat(send: Callable[[tuple[str, tuple[Any, ...]]], None], silence_s: float) -> None:
+    while (seconds := PULSE.stuck_for(silence_s)) is None:
         send(("beat", ()))
         time.sleep(BEAT_S)
+    hangs = MachineError(f"hangs: a step goes on for {seconds:.0f} s", hint="the other ranks were ended too")
+    send(("failed", (hangs,)))
+    os._exit(hangs.exit_code)
 
 
 def _die_with_parent() -> None:

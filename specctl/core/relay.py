@@ -12,6 +12,7 @@ import torch
 
 from specctl.core.parallel import Wire
 from specctl.core.placement import Placement
+from specctl.core.pulse import PULSE
 from specctl.core.ragged import Frame, RowsCache
 from specctl.core.speculate import Batch, Decoded, Order, Request
 from specctl.core.targetrows import TargetRows
@@ -63,7 +64,8 @@ class Stage:
         while orders:
             for group in list(orders):
                 states = self._read(group, orders[group])
-                order = batches[group].advance(self._rows.fused(states), states[NORM])
+                with PULSE.step(orders[group].ids_BQ.numel()):
+                    order = batches[group].advance(self._rows.fused(states), states[NORM])
                 if order is None:
                     done += batches[group].finished
                     following = next(waiting, None)
@@ -94,7 +96,8 @@ class Stage:
             tag = group * KINDS_OF_MESSAGES + STREAM
             received = self._wire.receive(wanted, self._rows.target.dtype, placement.stage - 1, tag=tag)
         frame = Frame.of(order.starts, shape[1], order.ids_BQ.device)
-        states = self._rows.run(order.ids_BQ, frame, cache, received)
+        with PULSE.step(order.ids_BQ.numel()):
+            states = self._rows.run(order.ids_BQ, frame, cache, received)
         if not placement.is_last_stage:
             message = self._rows.pack(states).to(self._rows.target.dtype)
             self._wire.send(message, placement.stage + 1, tag=group * KINDS_OF_MESSAGES + STREAM)
