@@ -54,7 +54,41 @@ def _rule_text(rule: Any) -> str:
     return "\n".join([*lines, f"**Source:** {rule.source}.\n"])
 
 
-PAGES = {"cli.md": cli_page, "rules.md": rules_page}
+def settings_page() -> str:
+    """Every setting of the commands that take `--config`, with its default."""
+    from dataclasses import MISSING, fields
+
+    from specctl.records.evaluation import EvalConfig
+    from specctl.records.extraction import ExtractConfig
+    from specctl.records.regeneration import RegenerateConfig
+    from specctl.records.settings import BEYOND_FLAGS
+    from specctl.records.training import TrainConfig
+
+    kinds = {"regenerate": RegenerateConfig, "extract": ExtractConfig, "train": TrainConfig, "eval": EvalConfig}
+    parts = [
+        "# Settings\n\nWritten by `make docs`. `--config run.toml` takes every setting of a command, by the name of "
+        "its flag with `_` or `-`; flags win over the file. What a flag means, [cli.md](cli.md) says; the settings "
+        "below have none.\n"
+    ]
+    for command, kind in kinds.items():
+        meanings = BEYOND_FLAGS[command]
+        defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
+        flags = ", ".join(f"`{f.name}`" for f in fields(kind) if f.name not in meanings)
+        rows = [f"| `{name}` | {_toml(defaults[name])} | {meaning} |" for name, meaning in meanings.items()]
+        table = "\n".join(["| setting | default | what it is |", "|---|---|---|", *rows])
+        parts.append(f"## specctl {command}\n\n{table}\n\nWith a flag or an argument: {flags}.\n")
+    return "\n".join(parts)
+
+
+def _toml(value: Any) -> str:
+    if value is None or value == ():
+        return "not set"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+PAGES = {"cli.md": cli_page, "rules.md": rules_page, "settings.md": settings_page}
 
 
 def main(arguments: list[str]) -> int:

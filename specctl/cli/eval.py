@@ -79,6 +79,9 @@ def evaluate(
     server_args: Annotated[
         str | None, typer.Option(help="Arguments to add for the server, as in '--max-model-len 4096'.")
     ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the endpoint's API key; OPENAI_API_KEY unless given.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that the target's folder brings.")
     ] = False,
@@ -108,7 +111,7 @@ def evaluate(
     flags["pp"] = tuple(pp or (1,))
     flags.setdefault("draft", None)
     settings = options.build(EvalConfig, context, flags, config)
-    result = run(settings, reporter)
+    result = run(settings, reporter, api_key=options.api_key_of(settings))
     judgement = judge(result, tolerance=settings.tolerance)
     if json:
         show_json("eval", judgement.exit_code == 0, {**result.to_dict(), "judgement": judgement})

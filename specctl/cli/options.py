@@ -2,11 +2,12 @@
 
 import dataclasses
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -14,11 +15,36 @@ from specctl.errors import InputError, UsageError
 
 T = TypeVar("T")
 
+DEFAULT_KEY: Final = "OPENAI_API_KEY"
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but warnings and errors.")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="TOML file with the same settings; flags win over it.")
+    Path | None,
+    typer.Option("--config", help="TOML file with these settings and more (docs/settings.md); flags win over it."),
 ]
+
+
+class Served(Protocol):
+    """Settings of a command that can ask an endpoint."""
+
+    @property
+    def endpoint(self) -> str | None:
+        """The endpoint's URL."""
+
+    @property
+    def api_key_env(self) -> str | None:
+        """The name of the variable that holds its key."""
+
+
+def api_key_of(config: Served) -> str | None:
+    """The endpoint's key from the environment, if there is an endpoint. Raises UsageError for a name not set."""
+    if config.endpoint is None:
+        return None
+    key = os.environ.get(config.api_key_env or DEFAULT_KEY)
+    if key is None and config.api_key_env is not None:
+        raise UsageError(f"the environment has no `{config.api_key_env}`", hint="export it, or leave the option out")
+    return key.strip() if key else None
 
 
 def epilog(examples: tuple[str, ...]) -> str:

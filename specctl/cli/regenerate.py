@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specctl.cli.options import ConfigFile, Json, Quiet, build, epilog
+from specctl.cli.options import ConfigFile, Json, Quiet, api_key_of, build, epilog
 from specctl.cli.output import human_time, show_json, show_pairs
 from specctl.cli.reporter import StderrReporter
-from specctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from specctl.records.regeneration import RegenerateConfig, RegenerateReport
-
-DEFAULT_KEY = "OPENAI_API_KEY"
+    from specctl.records.regeneration import RegenerateReport
 
 EXAMPLES: tuple[str, ...] = (
     "specctl regenerate ./target prompts.jsonl --out answers.jsonl",
@@ -110,20 +106,11 @@ def _regenerate(
     from specctl.records.regeneration import RegenerateConfig
 
     settings = build(RegenerateConfig, context, flags, config)
-    report = regenerate(settings, StderrReporter(is_quiet=quiet or json), api_key=_api_key(settings))
+    report = regenerate(settings, StderrReporter(is_quiet=quiet or json), api_key=api_key_of(settings))
     if json:
         show_json("regenerate", True, report)
     else:
         show_pairs(_pairs(report))
-
-
-def _api_key(config: RegenerateConfig) -> str | None:
-    if config.endpoint is None:
-        return None
-    key = os.environ.get(config.api_key_env or DEFAULT_KEY)
-    if key is None and config.api_key_env is not None:
-        raise UsageError(f"the environment has no `{config.api_key_env}`", hint="export it, or leave the option out")
-    return key.strip() if key else None
 
 
 def _pairs(report: RegenerateReport) -> Mapping[str, str]:

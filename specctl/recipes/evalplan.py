@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specctl.records.target import TargetSpec
 
 DEFAULT_DRAFT_TOKENS = 3
-SERVER_OPTIONS = ("endpoint", "server_command", "server_venv", "server_args", "server_timeout")
+SERVER_OPTIONS = ("endpoint", "server_command", "server_venv", "server_args", "server_timeout", "api_key_env")
 OWN_DEFAULTS = EvalConfig("", None, "")
 
 

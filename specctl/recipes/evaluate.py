@@ -18,8 +18,8 @@ from specctl.records.progress import Reporter
 from specctl.records.provenance import versions
 
 
-def evaluate(config: EvalConfig, reporter: Reporter) -> EvalResult:
-    """Decode the prompts at every size and count what was accepted.
+def evaluate(config: EvalConfig, reporter: Reporter, *, api_key: str | None = None) -> EvalResult:
+    """Decode the prompts at every size and count what was accepted. `api_key` goes to the endpoint.
 
     Raises SpecctlError for whatever the user or the machine can cause.
     """
@@ -27,7 +27,7 @@ def evaluate(config: EvalConfig, reporter: Reporter) -> EvalResult:
     engine = plugins.load_engine(config.engine)
     try:
         plan, asked = make_plan(config, reporter)
-        plan = engine.ready(plan, reporter)
+        plan = engine.ready(replace(plan, api_key=api_key), reporter)
         if engine.IS_SERVER and config.draft is not None:
             _require_passing(plan, reporter)
         sizes = _sizes(engine, plan, asked, reporter)

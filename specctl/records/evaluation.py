@@ -81,13 +81,15 @@ class EvalConfig:
     server_venv: str | None = None
     server_args: str | None = None
     server_timeout: float = 900.0
+    api_key_env: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """What an engine is to run: `num_draft_tokens` 0 is plain decoding, `head` the draft as it is stored.
 
-    `facts` are what the engine adds to the settings of the result, `versions` to its software.
+    `facts` are what the engine adds to the settings of the result, `versions` to its software; `api_key` goes to
+    an endpoint and nowhere else.
     """
 
     config: EvalConfig
@@ -98,6 +100,7 @@ class DecodePlan:
     dtype: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
