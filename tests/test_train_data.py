@@ -19,7 +19,7 @@ from specctl.core.corpus import Corpus, is_held_out
 from specctl.core.folder import TOKEN_COUNTS
 from specctl.core.packing import Row, epoch_order, training_rows
 from specctl.core.rowloader import load_row, loaded_ahead
-from specctl.core.trainsetup import Ready, prepare
+from specctl.core.trainsetup import Ready, doubts, prepare
 from specctl.core.vocab import choose_vocabulary, supervised_counts
 from specctl.errors import DataError, ShardError, UsageError
 from specctl.files.safetensors import read_header
@@ -447,3 +447,14 @@ def test_parquet_gives_the_batches_of_safetensors(config, shards, tiny, tmp_path
         assert torch.equal(first.loss_mask, second.loss_mask)
         assert torch.equal(first.aux, second.aux)
         assert torch.equal(first.final, second.final)
+
+
+def test_what_will_hardly_be_meant_is_said_and_trained_all_the_same(config) -> None:
+    ready = prepare(config, torch.device("cpu"))
+    assert doubts(ready, config) == []
+    small = replace(config, draft_vocab_size=8, eval_fraction=0.02)
+    few, narrow = doubts(prepare(small, torch.device("cpu")), small)
+    assert "samples are held out" in few and "--eval-fraction" in few
+    assert "a draft vocabulary of 8 tokens holds" in narrow and "--draft-vocab-size" in narrow
+    no_score = replace(config, eval_fraction=0.0)
+    assert doubts(prepare(no_score, torch.device("cpu")), no_score) == []

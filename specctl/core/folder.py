@@ -43,7 +43,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         return manifest_from_json(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         what = "holds no `manifest.json`" if folder.is_dir() else "is no folder"
         raise ShardError(
             f"`{folder}` {what}, so it is no shard folder", hint="name the folder given to `specctl extract --out`"

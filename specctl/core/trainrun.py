@@ -27,7 +27,7 @@ from specctl.core.teaching import teacher_of
 from specctl.core.training import StepReport, Trainer
 from specctl.core.trainlog import RunLog
 from specctl.core.trainscore import evaluate
-from specctl.core.trainsetup import Ready, prepare
+from specctl.core.trainsetup import Ready, doubts, prepare
 from specctl.errors import MachineError
 from specctl.files.durable import new_folder
 from specctl.files.head import Asked
@@ -61,6 +61,9 @@ class TrainJob:
     def _run(self, placement: Placement, reporter: Reporter) -> None:
         config, out = self.config, Path(self.config.out)
         ready = prepare(config, pick_device(config.device, placement.local_rank))
+        if placement.is_lead:
+            for doubt in doubts(ready, config):
+                reporter.warn(doubt)
         replicas = Replicas(placement, is_sharded=config.fsdp)
         trainer = make_trainer(ready, config, replicas)
         start = trainstate.newest(out) if config.resume else None

@@ -22,7 +22,7 @@ from specctl.core.packing import epoch_order, rows_per_epoch
 from specctl.core.teaching import TargetParts, read_parts
 from specctl.core.training import Task
 from specctl.core.trainlog import require_sink
-from specctl.core.vocab import choose_vocabulary, supervised_counts, token_counts
+from specctl.core.vocab import choose_vocabulary, coverage, supervised_counts, token_counts
 from specctl.errors import DataError, InputError, UsageError
 from specctl.files.jsonfile import read_json
 from specctl.records.draft import DraftSettings
@@ -33,6 +33,8 @@ DEFAULT_LR = 1e-3
 DEFAULT_DECAY = 0.6
 TOKENIZER_BYTES = 64 << 20
 DEFAULT_EPOCHS = 1.0
+FEW_HELD_OUT = 4
+LEAST_COVERAGE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,26 @@ def prepare(config: TrainConfig, device: torch.device) -> Ready:
         device=device,
     )
     return Ready(task, parts, head, vocabulary)
+
+
+def doubts(ready: Ready, config: TrainConfig) -> list[str]:
+    """What will train, and will hardly be what was meant."""
+    found, task = [], ready.task
+    if 0 < len(task.held_out) < FEW_HELD_OUT or (config.eval_fraction and not task.held_out):
+        found.append(
+            f"{len(task.held_out)} of {len(task.held_out) + len(task.training)} samples are held out: their score "
+            "will say little; `--eval-fraction` holds out more"
+        )
+    if ready.vocabulary is not None and config.init_from is None:
+        folders = [Path(folder) for folder in config.shards]
+        counts = supervised_counts(folders, task.weights, vocab_size=ready.head.vocab_size)
+        share = coverage(counts, ready.vocabulary)
+        if share < LEAST_COVERAGE:
+            found.append(
+                f"a draft vocabulary of {len(ready.vocabulary)} tokens holds {share:.1%} of what the target said, and "
+                "no other token can be guessed; `--draft-vocab-size` makes it larger"
+            )
+    return found
 
 
 def draft_settings(config: TrainConfig) -> DraftSettings:
