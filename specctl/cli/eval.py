@@ -15,6 +15,7 @@ from specctl.errors import UsageError
 EXAMPLES = (
     "specctl eval ./SmolLM2 run/draft --prompts mt-bench --limit 32 --baseline",
     "specctl eval ./SmolLM2 run/draft --prompts gsm8k --pp 1 --pp 2 --report eval.html",
+    "specctl eval ./SmolLM2 run/draft --engine vllm --prompts mt-bench --limit 32",
     "specctl eval --compare before.json after.json",
 )
 WITH_COMPARE = ("compare", "tolerance", "json", "quiet")

@@ -197,7 +197,7 @@ def _role(name: Any, where: str, roles: Mapping[str, Role]) -> Role:
         raise DataError(
             f"role `{name}` is not known; known are {', '.join(sorted(roles))}",
             where=where,
-            hint=f"say what it means, as in `--role-map {name}=assistant`",
+            hint=f"write one of them in the file; `specctl extract` also takes `--role-map {name}=assistant`",
         )
     return role
 
