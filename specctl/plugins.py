@@ -7,20 +7,21 @@ reads the folder and imports nothing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import specctl
-from specctl.errors import UsageError
+from specctl.errors import NotSupportedError, UsageError
 
 if TYPE_CHECKING:
     from specctl.files.checkpoint import Checkpoint
     from specctl.files.head import Asked, Head, Written
     from specctl.records.draft import DraftBatch, DraftSettings, LossReport
     from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt, SizeResult
+    from specctl.records.extraction import StatesPlan
     from specctl.records.progress import Reporter
     from specctl.records.shard import ShardEntry, ShardLayout, SlotArray
 
@@ -125,6 +126,18 @@ class Engine(Protocol):
         """
 
 
+class StatesEngine(Protocol):
+    """An engine that also hands out hidden states, by request."""
+
+    def ready_states(self, plan: StatesPlan, reporter: Reporter) -> Mapping[str, str]:
+        """The versions of the engine. Raises SpecctlError for what it cannot do, before anything is started."""
+
+    def open_states(
+        self, plan: StatesPlan, reporter: Reporter
+    ) -> AbstractContextManager[Callable[[Mapping[str, Any]], Iterable[Any]]]:
+        """The engine under way: from request ids with their tokens (int32) to `core.collect.Piece`s, in any order."""
+
+
 def names(kind: Kind) -> tuple[str, ...]:
     """The plug-ins of one kind, sorted."""
     folder = Path(specctl.__file__).parent / kind
@@ -158,6 +171,17 @@ def load_draft(name: str) -> Draft:
 def load_engine(name: str) -> Engine:
     """The engine called `name`."""
     return cast("Engine", load("engines", name))
+
+
+def load_states_engine(name: str) -> StatesEngine:
+    """The engine called `name`, which hands out states. Raises NotSupportedError, UsageError."""
+    engine = load("engines", name)
+    if not hasattr(engine, "open_states"):
+        able = [other for other in names("engines") if hasattr(load("engines", other), "open_states")]
+        raise NotSupportedError(
+            f"`--engine {name}` hands out no hidden states", hint=f"there are: {', '.join([*able, 'reference'])}"
+        )
+    return cast("StatesEngine", engine)
 
 
 def load_format(name: str) -> Format:

@@ -13,9 +13,8 @@ from specctl.cli.reporter import StderrReporter
 from specctl.errors import UsageError
 
 EXAMPLES = (
-    "specctl eval ./SmolLM2 run/draft --prompts mt-bench --limit 32 --baseline",
     "specctl eval ./SmolLM2 run/draft --prompts gsm8k --pp 1 --pp 2 --report eval.html",
-    "specctl eval ./SmolLM2 run/draft --engine vllm --prompts mt-bench --limit 32",
+    "specctl eval ./SmolLM2 run/draft --prompts mt-bench --limit 32 --engine vllm",
     "specctl eval --compare before.json after.json",
 )
 WITH_COMPARE = ("compare", "tolerance", "json", "quiet")
@@ -71,15 +70,9 @@ def evaluate(
     endpoint: Annotated[
         str | None, typer.Option(help="URL of a server that runs already; DRAFT may then be left out.")
     ] = None,
-    server_venv: Annotated[
-        str | None, typer.Option(help="Virtual environment with the server to start, instead of the PATH.")
-    ] = None,
-    server_command: Annotated[
-        str | None, typer.Option(help="How to start the server, as in 'docker run ... vllm serve'.")
-    ] = None,
-    server_args: Annotated[
-        str | None, typer.Option(help="Arguments to add for the server, as in '--max-model-len 4096'.")
-    ] = None,
+    server_venv: options.ServerVenv = None,
+    server_command: options.ServerCommand = None,
+    server_args: options.ServerArgs = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the endpoint's API key; OPENAI_API_KEY unless given.")
     ] = None,

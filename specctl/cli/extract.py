@@ -70,6 +70,10 @@ def extract(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     pp: Annotated[int, typer.Option(help="Pipeline stages: split the layers over this many processes.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: split each layer over this many.")] = 1,
+    engine: Annotated[str, typer.Option(help="reference (specctl's own) or vllm: what runs the target.")] = "reference",
+    server_venv: options.ServerVenv = None,
+    server_command: options.ServerCommand = None,
+    server_args: options.ServerArgs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made; write nothing.")] = False,
     verify: Annotated[
         Path | None,

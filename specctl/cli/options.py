@@ -25,6 +25,19 @@ ConfigFile = Annotated[
 ]
 
 
+ServerVenv = Annotated[
+    str | None, typer.Option("--server-venv", help="Virtual environment with the server to start, instead of the PATH.")
+]
+ServerCommand = Annotated[
+    str | None,
+    typer.Option("--server-command", help="How to start the server, as in 'docker run ... vllm serve'."),
+]
+ServerArgs = Annotated[
+    str | None,
+    typer.Option("--server-args", help="Arguments to add for the server, as in '--max-model-len 4096'."),
+]
+
+
 class Served(Protocol):
     """Settings of a command that can ask an endpoint."""
 

@@ -51,6 +51,11 @@ def plan_only(config: ExtractConfig, reporter: Reporter) -> DryRunReport:
     from specctl.core.samples import open_spool
 
     placement.check_sizes(config.pp, config.tp)
+    if config.engine != "reference":
+        raise NotSupportedError(
+            f"`--dry-run` measures specctl's own engine, and `--engine {config.engine}` is another",
+            hint="leave out `--engine`; samples, bytes and shards are the same for any engine",
+        )
     if config.pp * config.tp > 1:
         raise NotSupportedError(
             "`--dry-run` measures the speed of one process",

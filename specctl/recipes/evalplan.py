@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from specctl import plugins
 from specctl.errors import DataError, UsageError
+from specctl.recipes.served import refuse_server_options
 from specctl.records.dialogue import Answer, Dialogue
 from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt
 from specctl.records.progress import Reporter
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from specctl.records.target import TargetSpec
 
 DEFAULT_DRAFT_TOKENS = 3
-SERVER_OPTIONS = ("endpoint", "server_command", "server_venv", "server_args", "server_timeout", "api_key_env")
-OWN_DEFAULTS = EvalConfig("", None, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +51,8 @@ def refuse(config: EvalConfig) -> None:
         raise UsageError("`--report` is a folder", where=config.report, hint="name a file, as in `--report eval.html`")
     if not 0 <= config.tolerance < 1:
         raise UsageError(f"`--tolerance {config.tolerance}` is not from 0 to below 1")
-    engine = plugins.load_engine(config.engine)
-    given = [name for name in SERVER_OPTIONS if getattr(config, name) != getattr(OWN_DEFAULTS, name)]
-    if given and not engine.IS_SERVER:
-        raise UsageError(
-            f"`--{given[0].replace('_', '-')}` is for servers, and `--engine {config.engine}` is {engine.TITLE}",
-            hint=f"name one of {', '.join(_servers())} with `--engine`",
-        )
-    engine.refuse(config)
-
-
-def _servers() -> list[str]:
-    return [name for name in plugins.names("engines") if plugins.load_engine(name).IS_SERVER]
+    refuse_server_options(config, EvalConfig("", None, ""))
+    plugins.load_engine(config.engine).refuse(config)
 
 
 def _refuse_draft(config: EvalConfig) -> None:

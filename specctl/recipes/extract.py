@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import plugins
 from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.recipes.served import ready, refuse_server_options, run_served
 from specctl.records.extraction import ExtractConfig, ExtractReport, role_map
 from specctl.records.layers import parse_slots
 from specctl.records.progress import Reporter
@@ -50,6 +51,9 @@ def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
     """
     from specctl.core import parallel, placement
 
+    refuse_server_options(config, ExtractConfig("", ("",), ""))
+    if config.engine != "reference":
+        return _lead(config, reporter, None)
     placement.check_sizes(config.pp, config.tp)
     world = parallel.torchrun_world(config.pp, config.tp)
     if world is not None and world.rank != 0:
@@ -102,10 +106,14 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
     packing = compression(config)
     spec = describe_target(config.target, revision=config.revision, trust_remote_code=config.trust_remote_code)
     slots = parse_slots(config.layers, spec.num_layers)
-    note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
-    if note:
-        reporter.note(note)
-    on_gpu = check_device(config.device, num_local_ranks)
+    on_gpu, engine = False, {}
+    if config.engine == "reference":
+        note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
+        if note:
+            reporter.note(note)
+        on_gpu = check_device(config.device, num_local_ranks)
+    else:
+        engine = ready(config, spec, slots, reporter)
     tokenizer = load_tokenizer(spec, trust_remote_code=config.trust_remote_code)
     template = chat.effective_template(tokenizer, config.chat_template)
     dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
@@ -126,6 +134,7 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
         "final_norm_applied": final_norm_applied(slots),
         "format": config.format,
         "compression": packing,
+        **engine,
     }
     default = GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
     return Setup(spec, tokenizer, template, settings, config.batch_tokens or default)
@@ -231,6 +240,9 @@ def _require_space(config: ExtractConfig, setup: Setup, tokens: int) -> None:
 def _run(job: ExtractJob, config: ExtractConfig, world: Any, reporter: Reporter) -> None:
     from specctl.core import launch, parallel
 
+    if config.engine != "reference":
+        run_served(job, config, reporter)
+        return
     if world is None:
         launch.run_local(job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
         return

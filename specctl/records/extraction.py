@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specctl.errors import UsageError
+from specctl.records.target import TargetSpec
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractConfig:
-    """What `specctl extract` was asked. Field names are the flags' and the config file's."""
+    """What `specctl extract` was asked. Field names are the flags' and the config file's.
+
+    `engine` is a plug-in's name; the `server_*` say how to start one that is a server (see EvalConfig).
+    """
 
     target: str
     data: tuple[str, ...]
@@ -35,6 +39,11 @@ class ExtractConfig:
     allow_overflow: bool = False
     trust_remote_code: bool = False
     overwrite: bool = False
+    engine: str = "reference"
+    server_command: str | None = None
+    server_venv: str | None = None
+    server_args: str | None = None
+    server_timeout: float = 900.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -46,6 +55,17 @@ class ExtractConfig:
                 raise UsageError(f"`--{name.replace('_', '-')} {value}` must be at least {bound}")
         if not self.data:
             raise UsageError("no DATA was given", hint="name one or more files, or `-` for standard input")
+
+
+@dataclass(frozen=True, slots=True)
+class StatesPlan:
+    """What an engine is to hand out: the states at boundary ids `ids`, rising, of texts of `longest` tokens at most."""
+
+    config: ExtractConfig
+    spec: TargetSpec
+    ids: tuple[int, ...]
+    dtype: str
+    longest: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ BEYOND_FLAGS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "extract": {
         "shard_mib": "MiB of states of one shard file",
+        "server_timeout": "seconds until a server that was started must be ready",
     },
     "train": {
         "schedule": "how the learning rate falls after the warm-up: cosine, linear or constant",
