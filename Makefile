@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 TARGET := .cache/targets/smollm2
 DEMO   ?= .cache/demo
 
-.PHONY: demo test test-slow check target fixtures bench bench-train bench-growth bench-eval docs format clean
+.PHONY: demo test test-slow check conformance target fixtures bench bench-train bench-growth bench-eval docs format clean
 
 # PyTorch first and pinned, so that a CPU machine does not pull a CUDA build.
 $(READY): pyproject.toml
@@ -65,6 +65,19 @@ bench-eval: target
 
 bench-growth: $(READY)
 	$(BIN)/python benchmarks/train.py --growth --rounds 1
+
+# A real vLLM on the CPU, 3.5 GB, and half an hour of it.
+VLLM := .cache/vllm-venv
+$(VLLM)/.ready: conformance/install.sh
+	sh conformance/install.sh $(VLLM) $(PYTHON)
+	@touch $@
+
+EAGLE3 ?= $(DEMO)/eagle3/draft
+PEAGLE ?= $(DEMO)/peagle/draft
+conformance: $(VLLM)/.ready target
+	@test -d $(EAGLE3) -a -d $(PEAGLE) -a -f $(DEMO)/answers.jsonl || $(MAKE) demo
+	$(BIN)/python -m conformance.run --venv $(VLLM) --target $(TARGET) --eagle3 $(EAGLE3) --peagle $(PEAGLE) \
+	  --chats $(DEMO)/answers.jsonl
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py

@@ -179,8 +179,8 @@ INDEX_SUBFOLDER = rule(
     "INDEX_SUBFOLDER",
     "error",
     "the index names files in a subfolder",
-    story="vLLM looks for weights beside config.json only. A shard in a folder below is not loaded, and its tensors "
-    "stay uninitialised.",
+    story="vLLM looks for weights beside config.json only. A shard in a folder below is not loaded: its tensors stay "
+    "uninitialised, and where all lie below it stops at `Cannot find any model weights`.",
     fix="move the shards beside config.json and name them so in the index; `--fix` does",
     source="vLLM 0.33.0 model_loader/default_loader.py:144-262",
     needs=("vllm",),
