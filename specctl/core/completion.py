@@ -83,6 +83,19 @@ def ask(body: bytes, endpoint: Endpoint, connections: Connections) -> Answer:
 
     Raises RequestError for what concerns this request, MachineError for what concerns all of them.
     """
+    response, text = exchange("POST", endpoint.path, endpoint, connections, body=body)
+    if response.status != 200:
+        raise _refusal(response, text, endpoint)
+    return _parse(text)
+
+
+def exchange(
+    method: str, path: str, endpoint: Endpoint, connections: Connections, *, body: bytes | None = None
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """What the endpoint's server says to one request, whatever its status.
+
+    Raises RequestError where nothing came back, MachineError for a certificate that is not trusted.
+    """
     connection = _connection(endpoint)
     connections.add(connection)
     try:
@@ -90,9 +103,9 @@ def ask(body: bytes, endpoint: Endpoint, connections: Connections) -> Answer:
         connection.sock.settimeout(endpoint.timeout_s)
         if connections.stopped.is_set():
             raise RequestError("stopped", "the run was stopped", is_retried=False)
-        connection.request("POST", endpoint.path, body=body, headers=_headers(endpoint))
+        connection.request(method, path, body=body, headers=_headers(endpoint))
         response = connection.getresponse()
-        text = response.read()
+        return response, response.read()
     except TimeoutError:
         raise RequestError("timeout", f"no answer within {endpoint.timeout_s:g} s", is_retried=True) from None
     except ssl.SSLCertVerificationError as error:
@@ -103,9 +116,6 @@ def ask(body: bytes, endpoint: Endpoint, connections: Connections) -> Answer:
     finally:
         connections.remove(connection)
         connection.close()
-    if response.status != 200:
-        raise _refusal(response, text, endpoint)
-    return _parse(text)
 
 
 def _connection(endpoint: Endpoint) -> http.client.HTTPConnection:
@@ -120,7 +130,7 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
 
 def _refusal(response: http.client.HTTPResponse, text: bytes, endpoint: Endpoint) -> Exception:
     status = response.status
-    detail = f"HTTP {status}: {_message(text) or response.reason}"
+    detail = f"HTTP {status}: {said(text) or response.reason}"
     if status in FATAL:
         raise MachineError(
             f"the endpoint refuses every request, {detail}",
@@ -131,7 +141,7 @@ def _refusal(response: http.client.HTTPResponse, text: bytes, endpoint: Endpoint
     return RequestError(f"http_{status}", detail, is_retried=status in RETRIED, delay_s=delay_s)
 
 
-def _message(text: bytes) -> str:
+def said(text: bytes) -> str:
     """What a server says in an error's body, whatever its shape, on one connections."""
     try:
         body = json.loads(text)

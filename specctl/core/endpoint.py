@@ -30,10 +30,12 @@ def open_endpoint(
     tries: int = 5,
     first_delay_s: float = FIRST_DELAY_S,
     api_key: str | None = None,
+    key_from: str = "`--api-key-env NAME`",
 ) -> Endpoint:
     """The endpoint at `url`, given with or without `/v1` or `/v1/chat/completions`.
 
-    Raises UsageError for what is no http or https URL, and for a key that no header can carry.
+    `key_from` says where the user puts a key. Raises UsageError for what is no http or https URL, and for a
+    key that no header can carry.
     """
     try:
         parts = urlsplit(url)
@@ -46,7 +48,7 @@ def open_endpoint(
             hint="for example `--endpoint http://localhost:8000/v1`",
         )
     if parts.username is not None:
-        raise UsageError("`--endpoint` holds a user name or password", hint="use `--api-key-env NAME`")
+        raise UsageError("`--endpoint` holds a user name or password", hint=f"use {key_from}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise UsageError("the API key holds characters that no HTTP header can carry")
     is_https = parts.scheme == "https"

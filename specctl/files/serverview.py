@@ -18,6 +18,19 @@ def canonical(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
+def vllm_speculation(draft: str, tokens: int, *, is_parallel: bool) -> dict[str, Any]:
+    """What `vllm serve --speculative-config` takes. Without the method vLLM guesses it from the folder's name."""
+    settings: dict[str, Any] = {"method": "eagle3", "model": draft, "num_speculative_tokens": tokens}
+    return {**settings, "parallel_drafting": True} if is_parallel else settings
+
+
+def sglang_speculation(draft: str, tokens: int) -> list[str]:
+    """The arguments of `sglang.launch_server` for chains of drafts. It counts the token before them as one."""
+    names = ("algorithm", "draft-model-path", "num-steps", "eagle-topk", "num-draft-tokens")
+    values = ("EAGLE3", draft, str(tokens), "1", str(tokens + 1))
+    return [word for name, value in zip(names, values, strict=True) for word in (f"--speculative-{name}", value)]
+
+
 def plain_settings(raw: Mapping[str, Any], runtime: Runtime) -> Mapping[str, Any]:
     eagle = raw.get("eagle_config")
     nested = eagle.get("norm_before_fc") if isinstance(eagle, Mapping) else None

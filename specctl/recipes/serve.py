@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.errors import SpecctlError, UsageError
+from specctl.files.serverview import sglang_speculation, vllm_speculation
 from specctl.files.subject import Subject
 from specctl.records.contract import Finding
 from specctl.records.progress import SilentReporter
@@ -37,16 +38,10 @@ def serve_command(subject: Subject, draft: str, target: str | None) -> str:
         draft = str(Path(draft).parent)
     model = shlex.quote(target) if target is not None else "TARGET"
     if subject.runtime == "vllm":
-        settings: dict[str, Any] = {"method": "eagle3", "model": draft, "num_speculative_tokens": tokens}
-        if subject.is_parallel:
-            settings["parallel_drafting"] = True
+        settings = vllm_speculation(draft, tokens, is_parallel=subject.is_parallel)
         stages = f" --pipeline-parallel-size {subject.pp}" if subject.pp > 1 else ""
         return f"vllm serve {model}{stages} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return (
-        f"python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3"
-        f" --speculative-draft-model-path {shlex.quote(draft)} --speculative-num-steps {tokens}"
-        f" --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
-    )
+    return f"python -m sglang.launch_server --model-path {model} {shlex.join(sglang_speculation(draft, tokens))}"
 
 
 def instead_of(subject: Subject, findings: Sequence[Finding], draft: str) -> tuple[str, ...]:

@@ -1,0 +1,159 @@
+"""Hidden states of vLLM: a server that writes a file for each request, read and deleted as answers come.
+
+vLLM's ids are boundaries, as specctl's are: i is the stream after i layers, the last one before the final norm.
+It sorts them. Source: vLLM 0.33.0, docs/features/speculative_decoding/extract_hidden_states.md and
+distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+import specctl
+from specctl.core.collect import Piece
+from specctl.engines._client import Client, pool_of, post_json
+from specctl.engines._serving import Server, explained, started
+from specctl.engines._vllmprogram import READ_SINCE, SERVED_NAME, Program, base_command, find_vllm
+from specctl.errors import MachineError, NotSupportedError, SpecctlError
+from specctl.files.safetensors import read_header
+from specctl.files.tensors import read_array
+from specctl.records.extraction import StatesPlan
+from specctl.records.progress import Reporter
+
+LAYER_ZERO_AFTER: Final = (0, 33)
+"""Up to this release layer 0 is overwritten before it is handed out. Source: vllm-project/vllm#66546."""
+
+AT_ONCE: Final = 8
+"""Requests under way: each holds its states in the server's cache until they are written."""
+
+CONNECTOR: Final = "ExampleHiddenStatesConnector"
+HOST_CONNECTOR: Final = "HostStatesConnector"
+HOST_MODULE: Final = "specctl_states"
+COMPLETIONS: Final = "/v1/completions"
+
+
+def ready_states(plan: StatesPlan, reporter: Reporter) -> Mapping[str, str]:
+    """vLLM's version. Raises SpecctlError for what it cannot hand out, before it is started."""
+    if plan.config.pp > 1:
+        raise NotSupportedError(
+            "vLLM hands out no hidden states over pipeline stages",
+            hint="`--tp` splits each layer; specctl's own engine takes `--pp`",
+        )
+    program = find_vllm(plan.config)
+    if not program.is_since(READ_SINCE):
+        raise NotSupportedError(
+            f"hidden states are known of vLLM 0.32 and newer, and this is {program.version or 'of no known version'}"
+        )
+    if 0 in plan.ids and not program.is_since((LAYER_ZERO_AFTER[0], LAYER_ZERO_AFTER[1] + 1)):
+        raise NotSupportedError(
+            f"vLLM {program.version} overwrites layer 0 before it hands it out",
+            hint="leave `0` out of `--layers`, or extract with specctl's own engine",
+        )
+    assert program.version is not None
+    reporter.note(f"states come from vLLM {program.version}")
+    return {"vllm": program.version}
+
+
+@contextmanager
+def open_states(
+    plan: StatesPlan, reporter: Reporter
+) -> Iterator[Callable[[Mapping[str, NDArray[np.int32]]], Iterable[Piece]]]:
+    """A server that hands out `plan.ids`; gone at the end, and its files with it."""
+    with tempfile.TemporaryDirectory(prefix="specctl-states-") as folder:
+        program = find_vllm(plan.config)
+        command = serve_states_command(program, plan, folder)
+        environment = dict(os.environ)
+        if program.is_cpu:
+            room = str(Path(specctl.__file__).parent / "serverside")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (room, os.environ.get("PYTHONPATH"))))
+        with started(command, plan, "vLLM", "/health", reporter, environment=environment) as server:
+            yield lambda asked: _pieces(server, plan.ids, asked, Path(folder))
+
+
+def serve_states_command(program: Program, plan: StatesPlan, folder: str) -> list[str]:
+    """What starts the server, but for host, port and what the user adds; its files go into `folder`."""
+    kind: dict[str, Any] = {"kv_connector": CONNECTOR}
+    if program.is_cpu:
+        kind = {"kv_connector": HOST_CONNECTOR, "kv_connector_module_path": HOST_MODULE}
+    transfer = {**kind, "kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": folder}}
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(plan.ids)}},
+    }
+    return [
+        *base_command(program, plan, pp=1, max_num_seqs=AT_ONCE),
+        "--speculative-config",
+        json.dumps(speculation),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
+
+
+def _pieces(
+    server: Server, ids: Sequence[int], asked: Mapping[str, NDArray[np.int32]], folder: Path
+) -> Iterator[Piece]:
+    """The states of every request, as they come."""
+    with explained(server), pool_of(AT_ONCE, server.client) as (pool, client):
+        futures = {pool.submit(_ask, client, tokens): name for name, tokens in asked.items()}
+        for future in as_completed(futures):
+            yield read_states(futures[future], future.result(), ids, folder)
+
+
+def _ask(client: Client, tokens: NDArray[np.int32]) -> Path:
+    """The file that will hold the states of these tokens."""
+    body = {"model": SERVED_NAME, "prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    found = post_json(client, COMPLETIONS, body)
+    told = found.get("kv_transfer_params")
+    path = told.get("hidden_states_path") if isinstance(told, Mapping) else None
+    if not isinstance(path, str):
+        raise MachineError("the answer has no `hidden_states_path`", where=client.url + COMPLETIONS)
+    return Path(path)
+
+
+def read_states(name: str, path: Path, ids: Sequence[int], folder: Path) -> Piece:
+    """The states in a file that the server wrote, which is deleted. Raises MachineError for what it should not hold."""
+    if folder.resolve() not in path.resolve().parents:
+        raise MachineError(f"the server put its states at {path}, outside of {folder}")
+    lock = path.with_name(f"{path.name}.lock")
+    _wait(lock)
+    try:
+        entries, _ = read_header(path)
+        states, tokens = (read_array(entries[key]) for key in ("hidden_states", "token_ids"))
+    except (KeyError, SpecctlError) as error:
+        raise MachineError(f"the server's states cannot be read: {error}", where=str(path)) from error
+    if states.ndim != 3 or states.shape[1] != len(ids):
+        raise MachineError(
+            f"the server's states are {list(states.shape)}, and {len(ids)} layers were asked for", where=str(path)
+        )
+    piece = Piece(
+        name, tokens.astype(np.int32), {str(number): states[:, at].copy() for at, number in enumerate(sorted(ids))}
+    )
+    for file in (path, lock):
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return piece
+
+
+def _wait(lock: Path) -> None:
+    """Until the file beside it is written: its writer holds the lock meanwhile."""
+    try:
+        held = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # written without locks
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH)
+    finally:
+        os.close(held)
