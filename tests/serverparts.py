@@ -207,7 +207,7 @@ class Sglang:
 
 
 @contextmanager
-def serving(server: Vllm | Sglang, port: int = 0) -> Iterator[str]:
+def serving(server: Any, port: int = 0) -> Iterator[str]:
     """The URL of a server in a thread."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,0 +1,66 @@
+"""Products of the loss: oneDNN where it is taken, the same numbers wherever it is not."""
+
+import pytest
+import torch
+
+from specctl.core.products import is_for_onednn, multiply
+
+M, K, N = 256, 512, 4096
+
+
+def pair(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """[M, K] and [K, N]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(M, K, generator=generator).to(dtype), torch.randn(K, N, generator=generator).to(dtype)
+
+
+def assert_close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`found` is a @ b but for rounding in fp32."""
+    torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-3)
+
+
+def test_large_fp32_products_are_right_in_both_layouts() -> None:
+    a, b = pair()
+    for right in (b, b.T.contiguous().T):
+        assert is_for_onednn(a, right) == hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        assert_close(multiply(a, right), a, b)
+
+
+def test_the_same_product_gives_the_same_bits() -> None:
+    a, b = pair()
+    assert torch.equal(multiply(a, b), multiply(a.clone(), b.clone()))
+
+
+def test_tensors_with_gaps_are_multiplied_by_torch() -> None:
+    a, b = pair()
+    wide_a, wide_b = torch.cat((a, a), 1)[:, :K], torch.cat((b, b), 1)[:, :N]
+    for left, right in ((wide_a, b), (a, wide_b), (a.T.contiguous().T, b)):
+        assert not is_for_onednn(left, right)
+        assert_close(multiply(left, right), a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_multiplied_by_torch(dtype: torch.dtype) -> None:
+    a, b = pair(dtype)
+    assert not is_for_onednn(a, b)
+    assert torch.equal(multiply(a, b), a @ b)
+
+
+def test_small_products_are_multiplied_by_torch() -> None:
+    a, b = pair()
+    assert not is_for_onednn(a[:8], b)
+    assert torch.equal(multiply(a[:8], b), a[:8] @ b)
+
+
+def test_a_product_that_records_a_gradient_keeps_it() -> None:
+    a, b = pair()
+    a.requires_grad_()
+    assert not is_for_onednn(a, b)
+    multiply(a, b).sum().backward()
+    torch.testing.assert_close(a.grad, b.sum(1).expand(M, K), rtol=1e-4, atol=1e-3)
+
+
+def test_autocast_still_casts() -> None:
+    a, b = pair()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert multiply(a, b).dtype == torch.bfloat16
