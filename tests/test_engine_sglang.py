@@ -188,7 +188,7 @@ def test_where_no_sglang_is_the_hint_says_what_to_name(monkeypatch: pytest.Monke
     assert "--server-venv" in str(caught.value.hint)
 
 
-def test_a_draft_that_sglang_cannot_run_is_refused_before_it_starts(run_cli, tmp_path: Path) -> None:
+def test_b5_a_draft_that_sglang_cannot_run_is_refused_before_it_starts(run_cli, tmp_path: Path) -> None:
     """A P-EAGLE head: the rule says why and what to do instead."""
     from decode_parts import a_draft, save_draft
 
@@ -199,4 +199,4 @@ def test_a_draft_that_sglang_cannot_run_is_refused_before_it_starts(run_cli, tmp
     with serving(Sglang()) as url:
         ran = run_cli("eval", make_tiny("llama"), draft, "--prompts", prompts, "--engine", "sglang", "--endpoint", url)
     assert ran.returncode == 2 and "PARALLEL_SGLANG" in ran.stderr
-    assert "specctl check-ckpt" in " ".join(ran.stderr.split())
+    assert "`--engine vllm`" in " ".join(ran.stderr.split())

@@ -51,13 +51,19 @@ def _require_passing(plan: DecodePlan, reporter: Reporter) -> None:
     config = plan.config
     assert config.draft is not None
     asked = CheckConfig(
-        config.draft, config.target, config.engine, plan.versions.get(config.engine), max(config.pp), False
+        config.draft,
+        plan.spec.path,
+        config.engine,
+        plan.versions.get(config.engine),
+        max(config.pp),
     )
     report = check(asked, reporter)
     for finding in report.findings:
         sentence = f"{finding.says} ({finding.rule}): expected {finding.expected} and found {finding.found}"
         if finding.level == "error":
             hint = report.instead[0] if report.instead else finding.fix
+            if finding.rule == "PARALLEL_SGLANG":
+                hint = "measure it with `--engine vllm`, from vLLM 0.16 on"
             raise NotSupportedError(sentence, where=f"{config.draft}: {finding.where}", hint=hint)
         if finding.level == "warning":
             reporter.warn(sentence)
