@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from specctl.core.device import is_gpu
+from specctl.core.products import multiply
 from specctl.records.draft import LossKind
 
 CHUNK_ELEMENTS = 3 << 20
-"""Logits formed at once, in elements: 12 MB in fp32. Smaller and larger chunks were slower on one core."""
+"""Logits formed at once, in elements: 12 MB in fp32. Chunks of 4 to 36 MB cost the same on one core."""
 GPU_CHUNK_ELEMENTS = 1 << 26
 
 
@@ -42,7 +43,8 @@ class Teacher:
 
     def logits(self, states_UD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
         """[U, N] in fp32 or wider, by some rows of the head."""
-        out = product(states_UD.to(self.inside_WD.dtype), weight_ND.to(self.inside_WD.dtype)) * self.scale
+        out = product(states_UD.to(self.inside_WD.dtype), weight_ND.to(self.inside_WD.dtype))
+        out = out if self.scale == 1.0 else out.mul_(self.scale)
         return out if self.softcap is None else (out / self.softcap).tanh() * self.softcap
 
     def draft_ids(self, target_ids: torch.Tensor) -> torch.Tensor:
@@ -152,17 +154,20 @@ class _Distil(torch.autograd.Function):
         weights = weights.to(exact) * is_counted
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_head = torch.zeros_like(head, dtype=exact) if needs_head else None
+        spare = None
         for states, runs in _chunks(rows, max(_chunk_elements(head) // head.shape[0], 16)):
             odds = target.odds(states) if target.kind == "kl" else None
             for at, local in runs:
-                chosen = hidden[at]
+                chosen, scale = hidden[at], weights[at, None]
                 z = product(chosen, head)
-                losses[at], hits[at], z = _score(z, odds, local, target.greedy_U[states[local]], weights[at])
-                z = z.to(hidden.dtype)
+                if spare is None or len(spare) < len(z):
+                    spare = torch.empty_like(z)  # fresh memory costs as much as a softmax, so it is used again
+                losses[at], hits[at] = _score(z, odds, local, target.greedy_U[states[local]], into=spare[: len(z)])
+                z = spare[: len(z)].to(hidden.dtype)
                 if grad_hidden is not None:
-                    grad_hidden[at] = z @ head
+                    grad_hidden[at] = multiply(z, head).mul_(scale)
                 if grad_head is not None:
-                    add_product(grad_head, z, chosen)
+                    add_product(grad_head, z, (chosen * scale).to(z.dtype))
         ctx.grads = (grad_hidden, grad_head, head.dtype)
         losses = losses * is_counted
         ctx.mark_non_differentiable(losses, hits, outside, is_counted)
@@ -180,12 +185,15 @@ class _Distil(torch.autograd.Function):
 
 
 def _chunks(rows_M: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]:
-    """At most `size` teacher states at a time, and their rows in runs: (rows [m], the state of each among those).
+    """About `size` teacher states at a time, and their rows in runs: (rows [m], the state of each among those).
 
     In a run the states rise, each once at most, so that the teacher's odds meet most rows as a view.
+    Chunks are of one size, a quarter above `size` at most: a rest of few rows would read all of both heads.
     """
     order = rows_M.argsort(stable=True)
     states, local, counts = torch.unique_consecutive(rows_M[order], return_inverse=True, return_counts=True)
+    parts = max(-(-len(states) // (size + size // 4)), 1)
+    size = max(-(-len(states) // parts), 1)
     times = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[local]
     most = int(counts.max()) if len(counts) else 0
     run_of = local // size * most + times
@@ -201,27 +209,28 @@ def _score(
     odds: tuple[torch.Tensor, torch.Tensor] | None,
     local: torch.Tensor,
     greedy: torch.Tensor,
-    weights: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses and hits of a run's logits `z` [m, W], and its weighted gradient; spoils `z`.
+    *,
+    into: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and hits of a run's logits `z` [m, W], and its gradient `into` memory like it; spoils `z`.
 
     `odds` are probabilities [u, W] and negative entropies [u] of states, `local` [m] those of the rows.
     Without them the loss is the cross-entropy of `greedy`.
     """
-    inside, scale = greedy.clamp_min(0)[:, None], weights[:, None]
+    inside = greedy.clamp_min(0)[:, None]
     top = z.amax(-1)
     picked = z.gather(1, inside)[:, 0]
-    grad = z.softmax(-1)
+    grad = torch.softmax(z, -1, out=into)
     # The largest probability is exp(top - lse), so the log-sum-exp costs no pass of its own.
     losses = top - grad.amax(-1).log()
     if odds is not None:
         p, negative_entropy = _rows_of(odds[0], local), odds[1][local]
         losses += negative_entropy - z.mul_(p).sum(-1)
-        grad.sub_(p).mul_(scale)
+        grad.sub_(p)
     else:
         losses -= picked
-        grad.mul_(scale).scatter_add_(1, inside, -scale)
-    return losses, (greedy >= 0) & (picked == top), grad
+        grad.scatter_add_(1, inside, torch.full_like(losses, -1.0)[:, None])
+    return losses, (greedy >= 0) & (picked == top)
 
 
 def _rows_of(table: torch.Tensor, rising: torch.Tensor) -> torch.Tensor:
@@ -243,7 +252,7 @@ def product(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     """a @ b.T [M, N] in fp32 or wider."""
     if is_gpu(a_MK.device) and a_MK.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a_MK, b_NK.T, out_dtype=torch.float32)
-    return (a_MK @ b_NK.T).to(exact_dtype(a_MK.dtype))
+    return multiply(a_MK, b_NK.T).to(exact_dtype(a_MK.dtype))
 
 
 def add_product(into_NK: torch.Tensor, a_MN: torch.Tensor, b_MK: torch.Tensor) -> None:
