@@ -1,6 +1,6 @@
 """A process that acts as a vLLM that hands out hidden states: `--server-command "python tests/statesserver.py serve"`.
 
-The environment variable FAKE names what it does wrong: "short", "tokens", "layers", "nowhere", "outside".
+The environment variable FAKE names what it does wrong: "short", "tokens", "layers", "nowhere", "outside", "dtype".
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors import serialize_file
 from serverparts import Reply, as_json, serving
 
 WIDTH = 32
@@ -28,13 +28,18 @@ def states_of(token_ids: Sequence[int], layers: Sequence[int]) -> np.ndarray:
     return np.sin(tokens + 1) * (numbers + 1) + np.arange(WIDTH, dtype=np.float32) / WIDTH
 
 
+def bits(states: np.ndarray, dtype: str) -> np.ndarray:
+    """As a file of this dtype holds them; bfloat16 by cutting, which is as good as rounding for telling them apart."""
+    return (states.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else states.astype(dtype)
+
+
 class States:
     """Writes a file for each request, as the connector does: named at once, written a moment later under a lock."""
 
     key = None
 
-    def __init__(self, folder: Path, layers: Sequence[int], wrong: str) -> None:
-        self.folder, self.layers, self.wrong = folder, layers, wrong
+    def __init__(self, folder: Path, layers: Sequence[int], wrong: str, dtype: str) -> None:
+        self.folder, self.layers, self.wrong, self.dtype = folder, layers, wrong, dtype
         self.count, self.lock = 0, threading.Lock()
 
     def get(self, path: str) -> Reply:
@@ -60,7 +65,10 @@ class States:
             found, tokens = found[1:], tokens[1:]
         if self.wrong == "tokens":
             tokens = tokens[::-1].copy()
-        save_file({"hidden_states": found, "token_ids": tokens}, path)
+        dtype = "float16" if self.wrong == "dtype" else self.dtype
+        arrays = {"hidden_states": (dtype, bits(np.ascontiguousarray(found), dtype)), "token_ids": ("int64", tokens)}
+        entries = {n: {"dtype": kind, "shape": a.shape, "data": a.tobytes()} for n, (kind, a) in arrays.items()}
+        serialize_file(entries, path)
         os.close(lock)
 
 
@@ -74,7 +82,8 @@ def main(args: Sequence[str]) -> int:
     assert speculation["method"] == "extract_hidden_states" and "--no-enable-prefix-caching" in args
     folder = Path(transfer["kv_connector_extra_config"]["shared_storage_path"])
     layers = speculation["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-    server: Any = States(folder, sorted(layers), os.environ.get("FAKE", ""))
+    dtype = args[args.index("--dtype") + 1]
+    server: Any = States(folder, sorted(layers), os.environ.get("FAKE", ""), dtype)
     with serving(server, int(args[args.index("--port") + 1])):
         signal.pause()
     return 0

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +26,10 @@ from specctl.core.collect import Piece
 from specctl.engines._client import Client, pool_of, post_json
 from specctl.engines._serving import Server, explained, started
 from specctl.engines._vllmprogram import READ_SINCE, SERVED_NAME, Program, base_command, find_vllm
-from specctl.errors import MachineError, NotSupportedError, SpecctlError
+from specctl.errors import InputError, MachineError, NotSupportedError, UsageError
 from specctl.files.safetensors import read_header
-from specctl.files.tensors import read_array
+from specctl.files.target import read_target
+from specctl.files.tensors import chunks, read_array
 from specctl.records.extraction import StatesPlan
 from specctl.records.progress import Reporter
 
@@ -42,6 +43,9 @@ CONNECTOR: Final = "ExampleHiddenStatesConnector"
 HOST_CONNECTOR: Final = "HostStatesConnector"
 HOST_MODULE: Final = "specctl_states"
 COMPLETIONS: Final = "/v1/completions"
+
+STORED: Final = {"bfloat16": ("BF16", "<u2"), "float16": ("F16", "<f2"), "float32": ("F32", "<f4")}
+"""By dtype of the target, what a file calls it and as what it is kept here: bfloat16 as its bits."""
 
 
 def ready_states(plan: StatesPlan, reporter: Reporter) -> Mapping[str, str]:
@@ -66,11 +70,26 @@ def ready_states(plan: StatesPlan, reporter: Reporter) -> Mapping[str, str]:
     return {"vllm": program.version}
 
 
+def _refuse_length(plan: StatesPlan) -> None:
+    """A request has to ask for a token, so a text that fills the whole context leaves no room for it."""
+    context = read_target(Path(plan.spec.path)).facts.max_position_embeddings
+    if context is not None and plan.longest >= context:
+        raise UsageError(
+            f"a sample of {plan.longest} tokens leaves no room in the target's context of {context} for the token "
+            "that vLLM has to write",
+            hint=f"`--max-length {context - 1}`",
+        )
+
+
 @contextmanager
 def open_states(
     plan: StatesPlan, reporter: Reporter
 ) -> Iterator[Callable[[Mapping[str, NDArray[np.int32]]], Iterable[Piece]]]:
-    """A server that hands out `plan.ids`; gone at the end, and its files with it."""
+    """A server that hands out `plan.ids`; gone at the end, and its files with it.
+
+    Raises UsageError, before it starts, for texts that leave the server no room.
+    """
+    _refuse_length(plan)
     with tempfile.TemporaryDirectory(prefix="specctl-states-") as folder:
         program = find_vllm(plan.config)
         command = serve_states_command(program, plan, folder)
@@ -79,7 +98,7 @@ def open_states(
             room = str(Path(specctl.__file__).parent / "serverside")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (room, os.environ.get("PYTHONPATH"))))
         with started(command, plan, "vLLM", "/health", reporter, environment=environment) as server:
-            yield lambda asked: _pieces(server, plan.ids, asked, Path(folder))
+            yield lambda asked: _pieces(server, plan, asked, Path(folder))
 
 
 def serve_states_command(program: Program, plan: StatesPlan, folder: str) -> list[str]:
@@ -102,14 +121,12 @@ def serve_states_command(program: Program, plan: StatesPlan, folder: str) -> lis
     ]
 
 
-def _pieces(
-    server: Server, ids: Sequence[int], asked: Mapping[str, NDArray[np.int32]], folder: Path
-) -> Iterator[Piece]:
+def _pieces(server: Server, plan: StatesPlan, asked: Mapping[str, NDArray[np.int32]], folder: Path) -> Iterator[Piece]:
     """The states of every request, as they come."""
     with explained(server), pool_of(AT_ONCE, server.client) as (pool, client):
         futures = {pool.submit(_ask, client, tokens): name for name, tokens in asked.items()}
         for future in as_completed(futures):
-            yield read_states(futures[future], future.result(), ids, folder)
+            yield read_states(futures[future], future.result(), plan, folder)
 
 
 def _ask(client: Client, tokens: NDArray[np.int32]) -> Path:
@@ -123,28 +140,32 @@ def _ask(client: Client, tokens: NDArray[np.int32]) -> Path:
     return Path(path)
 
 
-def read_states(name: str, path: Path, ids: Sequence[int], folder: Path) -> Piece:
+def read_states(name: str, path: Path, plan: StatesPlan, folder: Path) -> Piece:
     """The states in a file that the server wrote, which is deleted. Raises MachineError for what it should not hold."""
     if folder.resolve() not in path.resolve().parents:
         raise MachineError(f"the server put its states at {path}, outside of {folder}")
     lock = path.with_name(f"{path.name}.lock")
     _wait(lock)
+    stored, kind = STORED[plan.dtype]
     try:
         entries, _ = read_header(path)
-        states, tokens = (read_array(entries[key]) for key in ("hidden_states", "token_ids"))
-    except (KeyError, SpecctlError) as error:
+        entry, ids = entries["hidden_states"], entries["token_ids"]
+        tokens = read_array(ids, limit_bytes=ids.nbytes).astype(np.int32)
+        if entry.dtype != stored or len(entry.shape) != 3 or entry.shape[1] != len(plan.ids):
+            raise MachineError(
+                f"the server's states are {entry.dtype} {list(entry.shape)}; "
+                f"expected {stored} of {len(plan.ids)} layers",
+                where=str(path),
+                hint="does `--server-args` change the dtype?",
+            )
+        states = np.frombuffer(b"".join(chunks(entry)), kind).reshape(entry.shape)
+    except (KeyError, InputError) as error:
         raise MachineError(f"the server's states cannot be read: {error}", where=str(path)) from error
-    if states.ndim != 3 or states.shape[1] != len(ids):
-        raise MachineError(
-            f"the server's states are {list(states.shape)}, and {len(ids)} layers were asked for", where=str(path)
-        )
-    piece = Piece(
-        name, tokens.astype(np.int32), {str(number): states[:, at].copy() for at, number in enumerate(sorted(ids))}
-    )
+    found = {str(number): states[:, at] for at, number in enumerate(plan.ids)}
     for file in (path, lock):
         with contextlib.suppress(OSError):
             file.unlink()
-    return piece
+    return Piece(name, tokens, found)
 
 
 def _wait(lock: Path) -> None:
