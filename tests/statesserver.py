@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import serialize_file
 from serverparts import Reply, as_json, serving
+
+from specctl.files.safetensors import write
+from specctl.files.tensors import Table
 
 WIDTH = 32
 
@@ -66,9 +68,13 @@ class States:
         if self.wrong == "tokens":
             tokens = tokens[::-1].copy()
         dtype = "float16" if self.wrong == "dtype" else self.dtype
-        arrays = {"hidden_states": (dtype, bits(np.ascontiguousarray(found), dtype)), "token_ids": ("int64", tokens)}
-        entries = {n: {"dtype": kind, "shape": a.shape, "data": a.tobytes()} for n, (kind, a) in arrays.items()}
-        serialize_file(entries, path)
+        stored = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+        arrays = {"hidden_states": bits(np.ascontiguousarray(found), dtype), "token_ids": tokens}
+        tables = {
+            name: Table(stored if name == "hidden_states" else "I64", array.shape, array.tobytes())
+            for name, array in arrays.items()
+        }
+        write(path, tables, {})
         os.close(lock)
 
 

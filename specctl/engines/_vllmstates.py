@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import as_completed
 from contextlib import contextmanager
@@ -43,6 +44,10 @@ CONNECTOR: Final = "ExampleHiddenStatesConnector"
 HOST_CONNECTOR: Final = "HostStatesConnector"
 HOST_MODULE: Final = "specctl_states"
 COMPLETIONS: Final = "/v1/completions"
+
+WRITTEN_WITHIN_S: Final = 120.0
+"""The states of one text are at most a few hundred MB."""
+POLL_S: Final = 0.005
 
 STORED: Final = {"bfloat16": ("BF16", "<u2"), "float16": ("F16", "<f2"), "float32": ("F32", "<f4")}
 """By dtype of the target, what a file calls it and as what it is kept here: bfloat16 as its bits."""
@@ -169,12 +174,22 @@ def read_states(name: str, path: Path, plan: StatesPlan, folder: Path) -> Piece:
 
 
 def _wait(lock: Path) -> None:
-    """Until the file beside it is written: its writer holds the lock meanwhile."""
+    """Until the file beside it is written: its writer holds the lock. Raises MachineError for one that stays."""
     try:
         held = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
         return  # written without locks
+    until = time.monotonic() + WRITTEN_WITHIN_S
     try:
-        fcntl.flock(held, fcntl.LOCK_SH)
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise MachineError(
+                        f"the server has not written its states within {WRITTEN_WITHIN_S:.0f} s", where=str(lock)
+                    ) from None
+            time.sleep(POLL_S)
     finally:
         os.close(held)
