@@ -45,6 +45,7 @@ def converted(asked: Asked) -> list[Row]:
         served = measured(asked, draft, *FEW, engine="vllm").sizes[0]
         own = measured(asked, first, *FEW).sizes[0]
         rows.append(_counts(f"{name}, vLLM", served, "the head of `train`, specctl's engine", own))
+        rows.append(_texts(f"{name}, vLLM: the text", served, "specctl's without a server", own))
     return rows
 
 

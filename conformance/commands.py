@@ -17,6 +17,9 @@ from specctl.records.evaluationfile import result_from_dict
 ANSWERS = (0, 1, 3)
 """Exit codes of a measurement that ran."""
 
+LIMIT_S = 900
+"""No command here needs so long on two cores; one that does is stuck."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -41,7 +44,12 @@ def specctl(*arguments: object, environment: Mapping[str, str] | None = None) ->
     """What a command with `--json` prints. Raises RuntimeError for one that could not."""
     command = [sys.executable, "-m", "specctl", *map(str, arguments), "--json"]
     ran = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        check=False,
+        timeout=LIMIT_S,
     )
     if ran.returncode not in ANSWERS:
         raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")

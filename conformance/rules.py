@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fixtures.broken as broken
-from conformance.claims import REFUSED, SERVED, why_not
+from conformance.claims import CRASHES, REFUSED, why_not
 from conformance.rows import Row
 from specctl.recipes.check import rules
 
@@ -76,9 +76,12 @@ def judge_rules(python: Path, folder: Path, say: Callable[[str], None]) -> list[
 
 def _row(found: dict[str, Any], plain: list[int] | None) -> Row:
     name = found["name"]
-    claims = "refused" if name in REFUSED else "served, in silence" if name in SERVED else "served"
+    claims = "refused" if name in REFUSED else "served"
     if "error" in found:
-        return Row(f"`{name}`", claims, f"refused: {found['error'][:160]}", name in REFUSED)
+        error = found["error"]
+        # A loader that refuses says why; a process that only ends, or never does, is no refusal.
+        is_said = name in CRASHES or not error.startswith(("nothing within", "the process ended"))
+        return Row(f"`{name}`", claims, f"refused: {error[:160]}", name in REFUSED and is_said)
     is_same = plain is not None and found["tokens"] == plain
     text = "the target's text" if is_same else "ANOTHER TEXT"
     kept = f"{found['accepted']} of {found['drafts']} drafts kept a token" if found["drafts"] else "no draft"

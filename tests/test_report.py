@@ -330,3 +330,14 @@ def test_a_killed_run_leaves_a_whole_page_or_none(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
         assert not path.exists() or path.read_text().endswith("</html>\n")
+
+
+def test_a_page_of_a_server_says_what_it_was_not_told() -> None:
+    """Counts without steps, and no DRAFT: neither plain decoding nor a text in which nothing was drafted."""
+    results = [replace(r, steps=None) for r in two_sizes().sizes[0].results]
+    result = two_sizes()
+    result = replace(result, sizes=(replace(result.sizes[0], results=tuple(results)),))
+    settings = {**result.settings, "draft": None, "no_spec": False, "server": "http://h:8000"}
+    text = whole_page(replace(result, settings=settings))
+    assert "the draft of http://h:8000" in text and "plain decoding" not in text.split("</h1>")[0]
+    assert 'class="token untold"' in text and 'class="token plain" title' not in text

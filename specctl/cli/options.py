@@ -30,7 +30,7 @@ ServerVenv = Annotated[
 ]
 ServerCommand = Annotated[
     str | None,
-    typer.Option("--server-command", help="How to start the server, as in 'docker run ... vllm serve'."),
+    typer.Option("--server-command", help="How to start the server, as in 'python -m my_vllm serve'."),
 ]
 ServerArgs = Annotated[
     str | None,

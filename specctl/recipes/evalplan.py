@@ -43,6 +43,8 @@ def refuse(config: EvalConfig) -> None:
     if not config.pp or min(config.pp) < 1 or len(set(config.pp)) < len(config.pp):
         raise UsageError(f"`--pp` is given as {list(config.pp)}", hint="sizes from 1, each once")
     _refuse_draft(config)
+    if config.api_key_env is not None and config.endpoint is None:
+        raise UsageError("`--api-key-env` is for an `--endpoint`, and none is given", hint="leave it out")
     if config.draft_sampling not in ("greedy", "sampled"):
         raise UsageError(f"`--draft-sampling {config.draft_sampling}` is none", hint="it is greedy or sampled")
     if config.draft_sampling == "sampled" and config.temperature == 0:
@@ -81,7 +83,8 @@ def make_plan(config: EvalConfig, reporter: Reporter) -> tuple[DecodePlan, Asked
         is_whole=config.endpoint is None,
     )
     tokens, head = 0, None
-    if config.draft is not None:
+    # A server that runs already has read its draft, and says how much it drafts.
+    if config.draft is not None and config.endpoint is None:
         head, _ = read_draft(config.draft, read_parts(config.target, config.revision))
         draft_slots(head, config.draft)
         tokens = config.num_draft_tokens or head.num_draft_tokens or DEFAULT_DRAFT_TOKENS

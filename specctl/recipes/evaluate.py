@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,7 @@ def _require_passing(plan: DecodePlan, reporter: Reporter) -> None:
         config.draft,
         plan.spec.path,
         config.engine,
-        plan.versions.get(config.engine),
+        _release(plan.versions.get(config.engine)),
         max(config.pp),
     )
     report = check(asked, reporter)
@@ -69,14 +70,22 @@ def _require_passing(plan: DecodePlan, reporter: Reporter) -> None:
             reporter.warn(sentence)
 
 
+def _release(version: str | None) -> str | None:
+    """A version that rules are judged by; None, which means the newest, for a build that does not say its release."""
+    is_said = version is not None and re.match(r"v?\d+\.\d+", version) and not re.match(r"v?0\.[01]\.?dev", version)
+    return version if is_said else None
+
+
 def _sizes(engine: plugins.Engine, plan: DecodePlan, asked: Asked, reporter: Reporter) -> list[SizeResult]:
     """Every size, turn after turn; later turns go on from what the first size answered."""
-    turns: list[list[Prompt]] = []
-    sizes = []
+    answers: dict[str, list[Answer]] = {row.key: [] for row in asked.dialogues}
+    # Before anything starts: a server may take minutes.
+    turns = [prompts_of(0, plan, asked, answers=answers, reporter=reporter)]
+    sizes: list[SizeResult] = []
     for pp in plan.config.pp:
         with engine.open(plan, pp, reporter) as decode:
-            if not turns:
-                turns, parts = _first_size(decode, plan, asked, pp, reporter)
+            if not sizes:
+                parts = _first_size(decode, plan, asked, pp, turns=turns, answers=answers, reporter=reporter)
             else:
                 parts = [_turn(decode, prompts, pp, reporter) for prompts in turns]
         size = _joined(parts)
@@ -87,22 +96,28 @@ def _sizes(engine: plugins.Engine, plan: DecodePlan, asked: Asked, reporter: Rep
 
 
 def _first_size(
-    decode: Callable[[Sequence[Prompt]], SizeResult], plan: DecodePlan, asked: Asked, pp: int, reporter: Reporter
-) -> tuple[list[list[Prompt]], list[SizeResult]]:
-    """The prompts of every turn, and what became of them."""
-    answers: dict[str, list[Answer]] = {row.key: [] for row in asked.dialogues}
-    turns: list[list[Prompt]] = []
+    decode: Callable[[Sequence[Prompt]], SizeResult],
+    plan: DecodePlan,
+    asked: Asked,
+    pp: int,
+    *,
+    turns: list[list[Prompt]],
+    answers: Mapping[str, list[Answer]],
+    reporter: Reporter,
+) -> list[SizeResult]:
+    """What became of every turn; `turns` holds the first and gets the others, which follow from the answers."""
     parts = []
     for turn in range(plan.config.turns):
-        prompts = prompts_of(turn, plan, asked, answers=answers, reporter=reporter)
-        if not prompts:
+        if turn:
+            turns.append(prompts_of(turn, plan, asked, answers=answers, reporter=reporter))
+        if not turns[turn]:
+            turns.pop()
             break
-        turns.append(prompts)
-        parts.append(_turn(decode, prompts, pp, reporter))
-        for result, prompt in zip(parts[-1].results, prompts, strict=True):
+        parts.append(_turn(decode, turns[turn], pp, reporter))
+        for result, prompt in zip(parts[-1].results, turns[turn], strict=True):
             text = asked.encoder.tokenizer.decode(result.tokens, skip_special_tokens=True)
             answers[prompt.key.removesuffix(f"-{turn}")].append(Answer(text, "stop", len(result.tokens)))
-    return turns, parts
+    return parts
 
 
 def _turn(

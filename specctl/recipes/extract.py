@@ -53,6 +53,8 @@ def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
 
     refuse_server_options(config, ExtractConfig("", ("",), ""))
     if config.engine != "reference":
+        if parallel.is_torchrun():
+            raise UsageError(f"`--engine {config.engine}` starts its server itself, and torchrun started this process")
         return _lead(config, reporter, None)
     placement.check_sizes(config.pp, config.tp)
     world = parallel.torchrun_world(config.pp, config.tp)

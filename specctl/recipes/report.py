@@ -82,7 +82,9 @@ def _sentence(text: str) -> str:
 
 
 def _draft(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("draft") or "plain decoding")
+    if settings.get("draft") or settings.get("no_spec"):
+        return str(settings.get("draft") or "plain decoding")
+    return f"the draft of {settings.get('server') or 'a server'}"
 
 
 def _sizes(judgement: Judgement) -> str:

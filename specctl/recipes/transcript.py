@@ -16,13 +16,15 @@ CORRECTED: Final = "corrected"
 BONUS: Final = "bonus"
 REFUSED: Final = "refused"
 PLAIN: Final = "plain"
+NOT_TOLD: Final = "untold"
 
 KINDS: Final = {
     ACCEPTED: "drafted, and what the target would have said",
-    REFUSED: "drafted, and not kept",
+    REFUSED: "drafted, and not kept; servers do not tell these",
     CORRECTED: "the target's own token in place of a refused one",
     BONUS: "the target's own token after all drafted ones were kept",
     PLAIN: "the target's own token where nothing was drafted",
+    NOT_TOLD: "a server told how many were kept, and not which",
 }
 """Each kind and what it means, in the order of the legend."""
 
@@ -51,7 +53,7 @@ def marks(result: PromptResult) -> list[list[Mark]]:
     """
     end = len(result.tokens)
     if result.steps is None:
-        return [[Mark(token, PLAIN, at)] for at, token in enumerate(result.tokens)]
+        return [[Mark(token, NOT_TOLD, at)] for at, token in enumerate(result.tokens)]
     found = [[Mark(token, PLAIN, 0) for token in result.tokens[:1]]]
     at = 1
     for drafted, kept in result.steps:
