@@ -68,6 +68,14 @@ class Vllm:
     restarts_after: int | None = None
     others: int = 0
     """Drafts of other users that are verified with each prompt."""
+    strangers: int = 0
+    """Tokens that other users get with each prompt, without drafts and in requests that go on."""
+    has_stats: bool = True
+    broken_metrics_after: int | None = None
+    busy_replies: list[Reply] = field(default_factory=list)
+    """What the first requests get instead of an answer."""
+    tokenized: Any = None
+    """What /tokenize tells; nothing is there without it."""
     change: Callable[[int, dict[str, Any]], Reply | None] | None = None
     refuses: Reply | None = None
     models: Any = None
@@ -88,6 +96,10 @@ class Vllm:
             return 200, recorded("version.json").encode()
         if path == "/v1/models":
             return as_json(self.models) if self.models is not None else (200, recorded("models.json").encode())
+        if path == "/metrics" and not self.has_stats:
+            return 200, b"process_start_time_seconds 5.0\n"
+        if self.broken_metrics_after is not None and len(self.bodies) > self.broken_metrics_after:
+            return 200, b"<html>"
         if path == "/metrics" and self.has_counters:
             return 200, self.metrics().encode()
         return as_json({"detail": "Not Found"}, 404)
@@ -106,8 +118,12 @@ class Vllm:
             lines.append(f"{name} {value}")
         return "\n".join(lines) + "\n"
 
-    def post(self, _path: str, body: dict[str, Any]) -> Reply:
+    def post(self, path: str, body: dict[str, Any]) -> Reply:
+        if path == "/tokenize":
+            return as_json({"detail": "Not Found"}, 404) if self.tokenized is None else as_json(self.tokenized)
         with self.lock:
+            if self.busy_replies:
+                return self.busy_replies.pop()
             self.bodies.append(body)
             number = len(self.bodies) - 1
             self.busy += 1
@@ -149,6 +165,7 @@ class Vllm:
             f"{name}_draft_tokens_total{{}}": spec["num_draft_tokens"] + self.others * spec["num_spec_tokens"],
             f"{name}_accepted_tokens_total{{}}": spec["num_accepted_draft_tokens"],
             f'vllm:request_success_total{{finished_reason="{reason}"}}': 1 + (self.others > 0),
+            "vllm:generation_tokens_total{}": len(answer["choices"][0]["token_ids"]) + self.strangers,
         }
         for i in range(spec["num_spec_tokens"]):
             rises[f'{name}_accepted_tokens_per_pos_total{{,position="{i}"}}'] = sum(kept > i for kept in accepted)
@@ -273,7 +290,7 @@ def main(args: Sequence[str]) -> int:
         signal.pause()
     time.sleep(told.pop("sleeps", 0))
     models = {"data": [{"id": args[args.index("--served-model-name") + 1], "root": "r", "parent": None}]}
-    with serving(Vllm(models=models, **told), int(args[args.index("--port") + 1])):
+    with serving(Vllm(**{"models": models, **told}), int(args[args.index("--port") + 1])):
         signal.pause()
     return 0
 

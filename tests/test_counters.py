@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from serverparts import recorded, recorded_json
 
-from specctl.engines._counters import Counters, parse_samples, read_counters, risen
+from specctl.engines._counters import Counters, parse_samples, read_counters, risen, tells_work
 from specctl.errors import MachineError
 
 WHERE = "http://host/metrics"
@@ -27,8 +27,9 @@ def test_recorded_counters_rise_by_what_the_recorded_answers_tell() -> None:
         assert change.draft_tokens == told["num_draft_tokens"]
         assert change.accepted == told["num_accepted_draft_tokens"] == sum(change.per_position)
         assert change.per_position == tuple(sum(kept > i for kept in told["per_step_accepted"]) for i in range(3))
-        assert change.requests == 1
+        assert change.requests == 1 and change.read is None
         tokens = len(answer["choices"][0]["token_ids"])
+        assert change.written == tokens
         assert tokens <= 1 + change.drafts + change.accepted <= tokens + 3
 
 
@@ -40,6 +41,13 @@ def test_engines_are_added_and_the_suffix_may_be_missing() -> None:
     assert (two.drafts, two.accepted) == (2 * one.drafts, 2 * one.accepted)
     assert two.per_position == tuple(2 * count for count in one.per_position)
     assert read_counters(text.replace("_total", ""), WHERE) == one
+
+
+def test_a_scrape_tells_whether_it_counts_the_work_and_the_tokens_of_prompts() -> None:
+    text = recorded("metrics-after-3.txt")
+    assert tells_work(text, WHERE) and not tells_work("process_start_time_seconds 5.0\n", WHERE)
+    counters = read_counters(text + 'vllm:prompt_tokens_total{engine="0"} 9.0\n', WHERE)
+    assert counters is not None and counters.read == 9
 
 
 @pytest.mark.parametrize("missing", ["num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos", "spec_decode"])
@@ -81,6 +89,7 @@ def test_a_counter_that_is_no_count_is_refused(value: str) -> None:
         pytest.param({"started": 5.0}, id="another process"),
         pytest.param({"per_position": (9, 9)}, id="other drafts"),
         pytest.param({"requests": 0}, id="requests fell"),
+        pytest.param({"written": 0}, id="tokens fell"),
     ],
 )
 def test_a_server_that_began_anew_is_noticed(after) -> None:

@@ -127,12 +127,45 @@ def with_meta(**changed: Any) -> Any:
         (with_meta(spec_verify_ct=6), "6 steps of up to 3 drafts cannot"),
         (with_meta(spec_correct_drafts_histogram=[0, 0, 0, 0, 7]), "7 steps of up to 3 drafts cannot"),
         (with_meta(spec_correct_drafts_histogram=[0, 0, 0, 7]), "29 tokens for a text of 12"),
+        (with_meta(spec_correct_drafts_histogram=[2], spec_verify_ct=2), "3 tokens for a text of 12: the others came"),
     ],
 )
 def test_an_answer_that_is_none_is_named(change: Any, text: str) -> None:
     server = Sglang(change=lambda number, answer: change(answer) if number == 2 else None)
     with pytest.raises(MachineError, match=text):
         decoded(server, batch=1)
+
+
+def test_another_model_is_warned_of_and_refused_of_a_started_server() -> None:
+    talk = Talk()
+    with serving(Sglang()) as url:
+        sglang.ready(a_plan(tokens=0, endpoint=url, tp=2), talk)
+        assert "serves `m`, and TARGET is `target`" in talk.warnings[0] and "`--tp 2` only label" in talk.notes[-1]
+        talk.warnings.clear()
+        sglang.ready(a_plan(tokens=0, endpoint=url, target="hub/m"), talk)
+    assert not talk.warnings
+    plan = a_plan()
+    sglang.require_ours({"model_path": plan.spec.path}, plan, "url")
+    for info in ({"model_path": "/another"}, {}):
+        with pytest.raises(MachineError, match="and the one that was started serves"):
+            sglang.require_ours(info, plan, "url")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "args", "is_said"),
+    [(0.5, None, True), (0.5, "--enable-deterministic-inference", False), (0.0, None, False)],
+)
+def test_a_seed_that_is_not_followed_is_said(temperature: float, args: str | None, is_said: bool) -> None:
+    talk = Talk()
+    sglang.ready(a_plan(server_command="python -m x", temperature=temperature, server_args=args), talk)
+    assert any("do not follow `--seed`" in note for note in talk.notes) == is_said
+
+
+def test_prompts_that_do_not_fit_are_named_before_the_first_is_asked() -> None:
+    server = Sglang(info={**SGLANG_INFO, "context_length": 1 + NEW + K})
+    with pytest.raises(MachineError, match="3 of 3 prompts do not fit"):
+        decoded(server)
+    assert len(server.bodies) == 1
 
 
 def test_a_text_of_one_token_has_no_steps() -> None:

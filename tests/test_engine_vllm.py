@@ -17,8 +17,12 @@ from conftest import ROOT
 from serverparts import FIRST_PROMPT, Vllm, as_json, recorded_json, serving
 
 from fixtures.make import make_tiny
-from specctl.core.target import describe_target
-from specctl.engines import _process, vllm
+from specctl.core.target import describe_target, load_tokenizer
+from specctl.engines import _client, _process, vllm
+from specctl.engines._command import masked, python_of, value_of
+from specctl.engines._serving import WARM_TOKENS
+from specctl.engines._vllmanswer import ids_of
+from specctl.engines._vllmgreeting import PROBE
 from specctl.engines._vllmprogram import find_vllm, serve_command
 from specctl.errors import MachineError, NotSupportedError, SpecctlError, UsageError
 from specctl.recipes.evaluate import evaluate
@@ -105,7 +109,7 @@ def test_a_request_says_all_that_decides_the_text() -> None:
     server = Vllm()
     decoded(server, temperature=0.5, top_p=0.9, top_k=0, seed=5)
     warm, *bodies = sorted(server.bodies, key=lambda body: body["prompt"])
-    assert warm["max_tokens"] == vllm.WARM_TOKENS and warm["stop_token_ids"] == []
+    assert warm["max_tokens"] == WARM_TOKENS and warm["stop_token_ids"] == []
     first = {key: value for key, value in bodies[0].items() if key != "seed"}
     assert first == {
         "model": "smol",
@@ -126,12 +130,25 @@ def test_a_request_says_all_that_decides_the_text() -> None:
 
 
 def test_counters_alone_give_the_same_counts_one_prompt_at_a_time() -> None:
-    server, talk = Vllm(tells_requests=False), Talk()
-    counted, told = decoded(server, talk), decoded(Vllm())
-    assert server.busiest == 1 and any("one at a time" in note for note in talk.notes)
+    server = Vllm(tells_requests=False)
+    counted, told = decoded(server, batch=1), decoded(Vllm())
+    assert server.busiest == 1
     for one, other in zip(counted.results, told.results, strict=True):
         assert one.steps is None and one.tokens == other.tokens
         assert one.counts() == other.counts()
+
+
+def test_with_and_without_a_draft_prompts_go_one_at_a_time_where_requests_tell_nothing() -> None:
+    talk = Talk()
+    with serving(Vllm(tells_requests=False)) as url:
+        plan = vllm.ready(a_plan(tokens=0, endpoint=url), talk)
+    assert plan.config.batch == 1 and any("one at a time" in note for note in talk.notes)
+    assert greeted(Vllm()).config.batch == 3
+    with pytest.raises(MachineError, match="several at once cannot be told apart"):
+        decoded(Vllm(tells_requests=False))
+    said = [None, "--per-request-spec-decode-metrics=summary", "--per-request-spec-decode-metrics none"]
+    plans = [vllm.ready(a_plan(draft="d", server_command=FAKE, server_args=args), Talk()) for args in said]
+    assert [plan.config.batch for plan in plans] == [3, 3, 1]
 
 
 def test_token_ids_come_from_logprobs_where_a_server_is_older() -> None:
@@ -139,7 +156,7 @@ def test_token_ids_come_from_logprobs_where_a_server_is_older() -> None:
     assert [result.tokens for result in decoded(server).results] == TEXTS
     assert server.bodies[-1]["logprobs"] == 0 and server.bodies[-1]["return_tokens_as_token_ids"] is True
     (choice,) = recorded_json("logprobs")["choices"]
-    assert vllm.ids_of(choice) == TEXTS[0]
+    assert ids_of(choice) == TEXTS[0]
 
 
 def test_requests_that_tell_need_no_counters() -> None:
@@ -200,15 +217,103 @@ def test_neither_counters_nor_requests_that_tell_is_an_error_that_says_how_to_st
     assert "--per-request-spec-decode-metrics" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_a_server_that_was_started_again_in_between_is_noticed(tells: bool) -> None:
+def test_a_server_that_was_started_again_in_between_is_noticed() -> None:
     with pytest.raises(MachineError, match="began anew"):
-        decoded(Vllm(tells_requests=tells, restarts_after=2))
+        decoded(Vllm(tells_requests=False, restarts_after=2), batch=1)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        ({"restarts_after": 2}, "began anew"),
+        ({"broken_metrics_after": 1}, "Prometheus"),
+        ({"others": -1}, "rose by 14"),
+    ],
+)
+def test_counters_that_serve_a_warning_alone_lose_no_run(trouble: dict[str, int], text: str) -> None:
+    talk = Talk()
+    assert [result.num_drafts for result in decoded(Vllm(**trouble), talk).results] == [2, 7, 8]  # type: ignore[arg-type]
+    (warning,) = talk.warnings
+    assert text in warning and "cannot be told" in warning
+
+
+def test_where_nothing_is_told_a_server_is_not_said_to_draft_nothing() -> None:
+    with pytest.raises(MachineError, match="does not tell whether it drafts") as caught:
+        greeted(Vllm(tells_requests=False, has_stats=False))
+    assert "--disable-log-stats" in str(caught.value.hint)
+    talk = Talk()
+    with serving(Vllm(tells_requests=False, has_stats=False)) as url:
+        vllm.ready(a_plan(tokens=0, endpoint=url, no_spec=True), talk)
+    assert any("taken on trust" in note for note in talk.notes)
+
+
+def test_tokens_that_others_get_are_noticed_though_their_counts_fit() -> None:
+    with pytest.raises(MachineError, match="others use the server"):
+        decoded(Vllm(tells_requests=False, strangers=2), batch=1)
+
+
+def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = [as_json({"error": "busy"}, status) for status in (503, 429)]
+    assert len(decoded(Vllm(busy_replies=replies)).results) == 3
+    monkeypatch.setattr(_client, "TRIES", 2)
+    with pytest.raises(MachineError, match="the server stays busy, HTTP 429: busy"):
+        decoded(Vllm(busy_replies=[as_json({"error": "busy"}, 429)] * 2))
+
+
+def test_a_refused_prompt_is_named() -> None:
+    def refuse(number: int, _answer: dict[str, Any]) -> Any:
+        return as_json({"error": {"message": "too long"}}, 400) if number == 2 else None
+
+    with pytest.raises(MachineError, match=r"prompt `q1` of 2 tokens: .*HTTP 400: too long"):
+        decoded(Vllm(change=refuse), batch=1)
+
+
+def test_prompts_that_do_not_fit_are_named_before_the_first_is_asked() -> None:
+    server = Vllm(models={"data": [{"id": "smollm2", "root": "r", "max_model_len": 2 + NEW + K}]})
+    assert len(decoded(server).results) == 3
+    server = Vllm(models={"data": [{"id": "smollm2", "root": "r", "max_model_len": 1 + NEW + K}]})
+    with pytest.raises(MachineError, match="3 of 3 prompts do not fit: the server takes texts of 16 tokens") as caught:
+        decoded(server)
+    assert len(server.bodies) == 1 and "--limit" in str(caught.value.hint)
+
+
+def test_a_first_token_that_ends_the_text_needs_no_drafts() -> None:
+    def ended(answer: Any, choice: Any, _spec: Any) -> Any:
+        return as_json({**answer, "metrics": None, "choices": [{**choice, "token_ids": [2]}]})
+
+    result = decoded(spoiled(ended), batch=1).results[1]
+    assert (result.tokens, result.steps, result.num_drafts, result.stop_reason) == ((2,), (), 0, "eos")
+
+
+def test_another_target_at_the_endpoint_is_refused_or_warned_of() -> None:
+    ids = load_tokenizer(describe_target(str(make_tiny("llama")))).encode(PROBE, add_special_tokens=False)
+    models = {"data": [{"id": "qwen", "root": "/models/qwen"}]}
+
+    def warned(tokenized: Any, **settings: Any) -> list[str]:
+        talk = Talk()
+        with serving(Vllm(models=models, tokenized=tokenized)) as url:
+            vllm.ready(a_plan(tokens=0, endpoint=url, **settings), talk)
+        return talk.warnings
+
+    (alike,) = warned({"tokens": ids})
+    assert "`qwen` from `/models/qwen`, and TARGET is `smollm2`: they share a tokenizer" in alike
+    (untold,) = warned(None)
+    assert untold.endswith("whether they are one model cannot be told")
+    with pytest.raises(MachineError, match="they read one text as different tokens"):
+        warned({"tokens": [*ids, 1]})
+    assert not warned(None, target="hub/qwen")
+
+
+def test_sizes_of_a_server_that_runs_are_labels() -> None:
+    talk = Talk()
+    with serving(Vllm()) as url:
+        vllm.ready(a_plan(tokens=0, endpoint=url, pp=(2,), tp=4), talk)
+    assert any("`--pp 2` and `--tp 4` only label" in note for note in talk.notes)
 
 
 def test_other_users_make_counters_worthless_and_only_slow_down_requests_that_tell() -> None:
     with pytest.raises(MachineError, match="others use the server") as caught:
-        decoded(Vllm(tells_requests=False, others=2))
+        decoded(Vllm(tells_requests=False, others=2), batch=1)
     assert "nobody else" in str(caught.value.hint)
     talk = Talk()
     size = decoded(Vllm(others=2), talk)
@@ -264,6 +369,12 @@ def with_spec(**changed: Any) -> Any:
     return change
 
 
+def told_steps(kept: int, steps: int) -> Any:
+    histogram = [steps * (i == kept) for i in range(K + 1)]
+    lists = {"per_step_accepted": [kept] * steps, "per_step_drafted": [K] * steps}
+    return with_spec(acceptance_histogram=histogram, **lists)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -276,7 +387,12 @@ def with_spec(**changed: Any) -> Any:
         (with_spec(acceptance_histogram="gone"), "and holds draft_acceptance_rate, mean_acceptance_length"),
         (with_spec(per_step_drafted=[3]), "no two lists of one length"),
         (with_spec(per_step_drafted=[0, 0, 0, 0, 0, 0, 0]), "more tokens than `per_step_drafted`"),
-        (with_spec(acceptance_histogram=[0, 0, 0, 7]), "29 tokens for a text of 12"),
+        (with_spec(acceptance_histogram=[0, 0, 0, 7]), "tell of other steps"),
+        (with_spec(acceptance_histogram=[7, 0, 0, 0, 0]), "cannot have the histogram"),
+        (with_spec(num_spec_tokens=4), "drafts 4 tokens in one answer and 3 in others"),
+        (with_spec(per_step_drafted=[4] * 7), "more than `num_spec_tokens: 3`"),
+        (told_steps(3, 7), "29 tokens for a text of 12"),
+        (told_steps(0, 7), "8 tokens for a text of 12: the others came without drafts"),
         (lambda answer, *_: as_json({**answer, "metrics": None}), "does not in this one"),
     ],
 )
@@ -321,6 +437,8 @@ def test_an_endpoint_that_is_not_there_is_named() -> None:
         ({"draft": "d", "server_command": " "}, "is empty"),
         ({"draft": "d", "temperature": -1.0}, "temperature"),
         ({"draft": "d", "server_timeout": 0.0}, "is not above 0"),
+        ({"draft": "d", "server_timeout": float("inf")}, "is not above 0 and finite"),
+        ({"draft": "d", "server_timeout": float("nan")}, "is not above 0 and finite"),
     ],
 )
 def test_options_that_have_no_meaning_are_refused_before_anything_is_read(settings: dict[str, Any], text: str) -> None:
@@ -445,6 +563,84 @@ def test_a_server_that_drafts_against_the_plan_is_refused(monkeypatch: pytest.Mo
     ):
         started()
     assert "--server-args" in str(caught.value.hint)
+
+
+def test_a_server_that_is_not_the_started_one_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with serving(Vllm(drafts=False)) as url, pytest.raises(UsageError, match="listens on `--port"):
+        started(server_args=f"--port {url.rpartition(':')[2]}")
+    with pytest.raises(UsageError, match="`--port no` in `--server-args` is no port"):
+        started(server_args="--port=no")
+    models = {"data": [{"id": "another", "root": "r"}]}
+    with faking(monkeypatch, tmp_path, models=models), pytest.raises(MachineError, match="serves another, and the one"):
+        started()
+    with _process.running(["false"], "vLLM", os.environ) as process:
+        process.leader.wait()
+        with pytest.raises(MachineError, match="ended with code 1 while it started"):
+            _process.wait_until(lambda: True, process, timeout_s=9, reporter=Talk())
+    # It dies between the look at it and another server's answer.
+    with (
+        _process.running(["sleep", "0.2"], "vLLM", os.environ) as process,
+        pytest.raises(MachineError, match="ended with code 0 while it started"),
+    ):
+        _process.wait_until(lambda: process.leader.wait() == 0, process, timeout_s=9, reporter=Talk())
+
+
+def test_the_key_of_a_started_server_is_sent_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    talk = Talk()
+    with faking(monkeypatch, tmp_path, drafts=False, key="s3cret"):
+        monkeypatch.setenv("VLLM_API_KEY", "other")
+        assert len(started(talk=talk, server_args="--api-key s3cret").results) == 3
+        with pytest.raises(MachineError, match="does not accept the key") as caught:
+            started()
+        monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+        assert len(started(talk=talk).results) == 3
+    assert "VLLM_API_KEY" in str(caught.value.hint) and "OPENAI" not in str(caught.value.hint)
+    assert "--api-key '***'" in " ".join(talk.notes) and "s3cret" not in " ".join(talk.notes)
+    (log,) = logs(tmp_path)
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_keys_tokens_and_passwords_of_a_command_are_masked() -> None:
+    given = "env HF_TOKEN=a --env=MY_KEY=b x --api-key c d --hf_token=e --ssl-keyfile f --max-tokens 5 --hf-token g"
+    shown = "env HF_TOKEN=*** --env=MY_KEY=*** x --api-key *** *** --hf_token=*** --ssl-keyfile f --max-tokens 5"
+    assert masked(given.split()) == [*shown.split(), "--hf-token", "***"]
+    plan = vllm.ready(a_plan(server_command=f"env HF_TOKEN=abc {FAKE}"), Talk())
+    assert plan.facts["server"] == f"env 'HF_TOKEN=***' {FAKE}"
+
+
+@pytest.mark.parametrize("command", ["docker run -m 16g vllm/vllm-openai", "sudo /usr/bin/podman run x serve"])
+def test_a_container_is_no_server_to_start(command: str) -> None:
+    with pytest.raises(UsageError, match="starts a container") as caught:
+        vllm.ready(a_plan(server_command=command), Talk())
+    assert "--endpoint" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("command", "python"),
+    [
+        ("python -m vllm", "python"),
+        ("env A=1 /x/python3.11 -X dev -u -m vllm --x", "env A=1 /x/python3.11 -X dev -u"),
+        ("numactl -m 0 python -m vllm", "numactl -m 0 python"),
+        ("numactl -m 0 vllm serve", None),
+        ("python serve.py -m 16g", None),
+    ],
+)
+def test_only_pythons_own_m_names_a_module(command: str, python: str | None) -> None:
+    assert python_of(command.split()) == (None if python is None else python.split())
+
+
+def test_options_are_found_in_their_short_forms() -> None:
+    assert value_of(["-O3"], "-O") == "3" and value_of(["-O", "2"], "-O") == "2"
+    assert value_of(["-cc.mode=0"], "-cc") == "0" and value_of(["--compilation-config.mode=1"], "-cc") is None
+    assert value_of(["--max-model-len", "5"], "-O", "-cc") is None
+
+
+def test_arguments_after_the_module_do_not_hide_how_it_takes_its_model() -> None:
+    command = f"{sys.executable} -m vllm.entrypoints.openai.api_server --enforce-eager"
+    plan = a_plan(server_command=command)
+    words = serve_command(find_vllm(plan.config), plan, 1)
+    assert words[3:6] == ["--enforce-eager", "--model", str(make_tiny("llama"))]
+    assert find_vllm(a_config(server_command=f"{FAKE} --enforce-eager")).version == "0.32.0"
 
 
 def test_where_no_vllm_is_the_hint_says_what_to_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

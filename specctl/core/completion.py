@@ -137,7 +137,7 @@ def _refusal(response: http.client.HTTPResponse, text: bytes, endpoint: Endpoint
             where=endpoint.url,
             hint="TARGET is the served model's name, the key comes from `--api-key-env`; are both right?",
         )
-    delay_s = _retry_after(response.getheader("Retry-After"))
+    delay_s = retry_after(response.getheader("Retry-After"))
     return RequestError(f"http_{status}", detail, is_retried=status in RETRIED, delay_s=delay_s)
 
 
@@ -152,7 +152,7 @@ def said(text: bytes) -> str:
     return " ".join((body if isinstance(body, str) else json.dumps(body)).split())[:200]
 
 
-def _retry_after(value: str | None) -> float | None:
+def retry_after(value: str | None) -> float | None:
     """Seconds to wait; the header holds seconds or a date. Source: RFC 9110, 10.2.3."""
     if value is None:
         return None

@@ -32,7 +32,8 @@ class Sample:
 class Counters:
     """What speculation came to so far: `per_position` are the accepted tokens, from the draft's first.
 
-    `requests` are those that ended well, `started` the second the server's process began; None where not told.
+    `requests` are those that ended well, `written` and `read` the tokens of all answers and prompts, `started` the
+    second the server's process began; None where not told.
     """
 
     drafts: int
@@ -41,6 +42,8 @@ class Counters:
     per_position: tuple[int, ...]
     requests: int | None
     started: float | None
+    written: int | None = None
+    read: int | None = None
 
 
 def parse_samples(text: str, where: str) -> list[Sample]:
@@ -62,22 +65,38 @@ def read_counters(text: str, where: str) -> Counters | None:
     if drafts is None or draft_tokens is None or accepted is None or not per_position:
         return None
     started = [sample.value for sample in samples if sample.name == "process_start_time_seconds"]
-    requests = _sum(samples, "vllm:request_success", where)
-    return Counters(drafts, draft_tokens, accepted, per_position, requests, max(started, default=None))
+    return Counters(
+        drafts,
+        draft_tokens,
+        accepted,
+        per_position,
+        requests=_sum(samples, "vllm:request_success", where),
+        started=max(started, default=None),
+        written=_sum(samples, "vllm:generation_tokens", where),
+        read=_sum(samples, "vllm:prompt_tokens", where),
+    )
+
+
+def tells_work(text: str, where: str) -> bool:
+    """Whether a scrape counts what the server does; `--disable-log-stats` leaves that out."""
+    samples = parse_samples(text, where)
+    return any(_named(samples, f"vllm:{name}") for name in ("request_success", "generation_tokens"))
 
 
 def risen(before: Counters, after: Counters, where: str) -> Counters:
     """What happened between two scrapes. Raises MachineError where the server was started anew in between."""
-    requests = None if after.requests is None or before.requests is None else after.requests - before.requests
     change = Counters(
         drafts=after.drafts - before.drafts,
         draft_tokens=after.draft_tokens - before.draft_tokens,
         accepted=after.accepted - before.accepted,
         per_position=tuple(b - a for a, b in zip(before.per_position, after.per_position, strict=False)),
-        requests=requests,
+        requests=_rise(before.requests, after.requests),
         started=after.started,
+        written=_rise(before.written, after.written),
+        read=_rise(before.read, after.read),
     )
-    fell = min(change.drafts, change.draft_tokens, change.accepted, *change.per_position, requests or 0) < 0
+    more = (change.requests or 0, change.written or 0, change.read or 0)
+    fell = min(change.drafts, change.draft_tokens, change.accepted, *change.per_position, *more) < 0
     if fell or before.started != after.started or len(before.per_position) != len(after.per_position):
         raise MachineError(
             "the server's counters began anew in the middle: it was started again, and the counts are lost",
@@ -85,6 +104,10 @@ def risen(before: Counters, after: Counters, where: str) -> Counters:
             hint="run again once it stays up",
         )
     return change
+
+
+def _rise(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 def _sample(line: str, where: str) -> Sample:

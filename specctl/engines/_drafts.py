@@ -28,9 +28,19 @@ def gained_tokens(histogram: Sequence[int]) -> int:
 
 
 def check_gained(gained: int, num_tokens: int, plan: DecodePlan, where: str) -> None:
-    """Raises MachineError for drafts that would have made a longer text."""
+    """Raises MachineError for drafts that would have made a longer text, and for those that made only a part of it.
+
+    Servers tell no steps that verify no drafts, and how many such steps there were does not follow from the rest.
+    """
     if gained > num_tokens + plan.num_draft_tokens:
         raise MachineError(f"the server tells of {gained} tokens for a text of {num_tokens}", where=where)
+    if gained < num_tokens:
+        raise MachineError(
+            f"the server tells of {gained} tokens for a text of {num_tokens}: the others came without drafts",
+            where=where,
+            hint="servers do not draft after a pause for want of memory (a smaller `--batch`), nor past the draft's "
+            "`max_position_embeddings` (shorter prompts)",
+        )
 
 
 def histogram_result(

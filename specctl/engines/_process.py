@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from specctl.engines._command import shown
 from specctl.errors import MachineError, SpecctlError
 from specctl.records.progress import Reporter
 
@@ -53,9 +53,6 @@ class Process:
     title: str
     leader: subprocess.Popen[bytes]
     log: Path
-
-    def is_alive(self) -> bool:
-        return self.leader.poll() is None
 
     def cause(self, while_doing: str) -> MachineError | None:
         """Why it died, None while it lives."""
@@ -102,10 +99,7 @@ def running(command: Sequence[str], title: str, environment: Mapping[str, str]) 
 def wait_until(is_ready: Callable[[], bool], process: Process, *, timeout_s: float, reporter: Reporter) -> None:
     """Returns when the server is ready. Raises MachineError when it died or took longer than it may."""
     began = spoken = time.monotonic()
-    while not is_ready():
-        cause = process.cause("it started")
-        if cause is not None:
-            raise cause
+    while not _is_its_own(is_ready, process):
         now = time.monotonic()
         if now - began > timeout_s:
             raise MachineError(
@@ -116,6 +110,20 @@ def wait_until(is_ready: Callable[[], bool], process: Process, *, timeout_s: flo
             spoken = now
             reporter.note(f"{process.title} starts, {now - began:.0f} s: {last_line(process.log)}")
         time.sleep(POLL_S)
+
+
+def _is_its_own(is_ready: Callable[[], bool], process: Process) -> bool:
+    """Whether it is ready. Where it died, another server may answer in its place, just now even."""
+    _raise_death(process)
+    is_up = is_ready()
+    _raise_death(process)
+    return is_up
+
+
+def _raise_death(process: Process) -> None:
+    cause = process.cause("it started")
+    if cause is not None:
+        raise cause
 
 
 def telling_line(log: Path) -> str:
@@ -139,8 +147,9 @@ def _last_lines(log: Path) -> list[str]:
 
 def _start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     trampoline = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command]
+    log.touch(mode=0o600)
     with log.open("wb") as output:
-        output.write(f"$ {shlex.join(command)}\n".encode())
+        output.write(f"$ {shown(command)}\n".encode())
         output.flush()
         return subprocess.Popen(
             trampoline,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-import re
-import shlex
-import shutil
-import subprocess
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
 
 from specctl.engines._client import Client, NoAnswer, connect, get_text, is_up
+from specctl.engines._command import shown, value_of, words
 from specctl.engines._process import Process, free_port, running, wait_until
 from specctl.errors import MachineError, NotSupportedError, UsageError
 from specctl.records.dialogue import Sampling
@@ -22,7 +20,6 @@ from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt
 from specctl.records.progress import Reporter
 from specctl.records.target import TargetSpec
 
-PROBE_TIMEOUT_S: Final = 300.0
 DEATH_S: Final = 5.0
 """A server whose connections break is dying: so long until it is dead."""
 
@@ -31,13 +28,10 @@ WARM_UP: Final = (1, 2, 3, 4)
 WARM_TOKENS: Final = 8
 """A short request that is not counted."""
 
-IS_VERSION: Final = re.compile(r"v?\d+\.\d+")
-PACKAGE: Final = (
-    "import importlib.metadata as m, sys\n"
-    "for name in sys.argv[1:]:\n"
-    "    try: print(name, m.version(name)); break\n"
-    "    except m.PackageNotFoundError: pass"
-)
+REQUEST_S: Final = 3600.0
+"""The longest that one answer may take."""
+
+KEY_OF_STARTED: Final = "`--api-key` in `--server-args`, or the environment variable VLLM_API_KEY"
 
 
 class ServerConfig(Protocol):
@@ -87,14 +81,18 @@ def refuse_options(config: EvalConfig, title: str) -> None:
             f"`--device {config.device}`: {title} chooses its devices itself",
             hint="say it in `--server-args`, or in the environment as in CUDA_VISIBLE_DEVICES=0",
         )
-    if config.server_timeout <= 0:
-        raise UsageError(f"`server_timeout = {config.server_timeout:g}` is not above 0")
+    _refuse_timeout(config)
     for name in ("server_command", "server_args"):
         words(getattr(config, name), name)
     if config.server_command is not None and config.server_venv is not None:
         raise UsageError("`--server-command` and `--server-venv` both say what to start", hint="leave one of them out")
     if config.endpoint is not None:
         _refuse_with_endpoint(config)
+
+
+def _refuse_timeout(config: ServerConfig) -> None:
+    if not (math.isfinite(config.server_timeout) and config.server_timeout > 0):
+        raise UsageError(f"`server_timeout = {config.server_timeout:g}` is not above 0 and finite")
 
 
 def _refuse_with_endpoint(config: EvalConfig) -> None:
@@ -114,88 +112,9 @@ def _refuse_with_endpoint(config: EvalConfig) -> None:
         raise UsageError(f"`--dtype {config.dtype}`: the server at `--endpoint` decides that", hint="leave it out")
 
 
-def words(text: str | None, option: str) -> list[str]:
-    """A shell command or arguments as a list; nothing where nothing was said. Raises UsageError for open quotes."""
-    if text is None:
-        return []
-    try:
-        found = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"`--{option.replace('_', '-')} {text}` cannot be split into words: {error}") from None
-    if not found:
-        raise UsageError(f"`--{option.replace('_', '-')}` is empty")
-    return found
-
-
-def find_program(config: ServerConfig, name: str, title: str) -> Path:
-    """The program in the bin folder of `--server-venv`, else on the PATH. Raises UsageError, MachineError."""
-    if config.server_venv is not None:
-        path = Path(config.server_venv).expanduser() / "bin" / name
-        if not path.is_file():
-            raise UsageError(
-                f"the virtual environment holds no {title}: there is no {path}",
-                where="`--server-venv`",
-                hint=f"name the folder that `python -m venv` made and {title} was installed into",
-            )
-        return path.absolute()
-    found = shutil.which(name)
-    if found is None:
-        raise MachineError(
-            f"`--engine` asks for {title}, and there is no `{name}` on the PATH",
-            hint="name its virtual environment with `--server-venv DIR`, its command with `--server-command`, or a "
-            "running server with `--endpoint URL`",
-        )
-    return Path(found)
-
-
-def check_command(command: Sequence[str]) -> None:
-    """Raises UsageError for a `--server-command` whose program is not there."""
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"`--server-command` begins with `{command[0]}`, and there is no such program")
-
-
-def output_of(command: Sequence[str]) -> str | None:
-    """What a command prints, None where it fails."""
-    try:
-        ran = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ran.stdout if ran.returncode == 0 else None
-
-
-def package_of(python: Sequence[str], *names: str) -> tuple[str, str] | None:
-    """Which of these packages this Python has, and its version, without importing it; None where it has none."""
-    found = (output_of([*python, "-c", PACKAGE, *names]) or "").split()
-    return (found[0], found[1]) if len(found) == 2 and IS_VERSION.match(found[1]) else None
-
-
-def python_beside(program: Path) -> Path | None:
-    """The Python of the environment that a program is in. A link to it, as pipx makes them, has another beside it."""
-    python = program.resolve().parent / "python"
-    return python if python.exists() else None
-
-
-def draft_folder(draft: str) -> str:
-    """The draft as the server is to find it: the absolute folder, or the name as it stands for one of a hub."""
-    path = Path(draft)
-    return str((path.parent if path.is_file() else path).absolute()) if path.exists() else draft
-
-
 def seed_of(config: EvalConfig, prompt: Prompt) -> int:
     """31 bits of the run's seed and the prompt's key."""
     return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed).seed_of(prompt.key)
-
-
-def value_of(args: Sequence[str], *options: str) -> str | None:
-    """What the arguments give for an option in any of its spellings, the last where it is given twice."""
-    found = None
-    for at, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") in options:
-            found = value if equals else args[at + 1] if at + 1 < len(args) else ""
-    return found
 
 
 @contextmanager
@@ -214,7 +133,7 @@ def attached(plan: DecodePlan, title: str, health: str) -> Iterator[Server]:
 def endpoint_client(plan: DecodePlan) -> Client:
     """Who asks the server at `--endpoint`."""
     assert plan.config.endpoint is not None
-    return connect(plan.config.endpoint, timeout_s=plan.config.server_timeout, api_key=plan.api_key)
+    return connect(plan.config.endpoint, timeout_s=REQUEST_S, api_key=plan.api_key)
 
 
 @contextmanager
@@ -227,17 +146,41 @@ def started(
     *,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """A server of our own that is ready, and gone at the end. Its command gets host and port added."""
+    """A server of our own that is ready, and gone at the end. Its command gets host and port added.
+
+    Raises UsageError for a port that is none or that something listens on.
+    """
     config = plan.config
+    _refuse_timeout(config)
+    given = os.environ if environment is None else environment
     extra = words(config.server_args, "server_args")
-    port = value_of(extra, "--port") or str(free_port())
-    full = [*command, "--host", "127.0.0.1", "--port", port, *extra]
-    reporter.note(f"starting {title}: {shlex.join(full)}")
-    client = connect(f"http://127.0.0.1:{port}", timeout_s=config.server_timeout)
-    with running(full, title, os.environ if environment is None else environment) as process:
+    port = _port(extra)
+    full = [*command, "--host", "127.0.0.1", "--port", str(port), *extra]
+    reporter.note(f"starting {title}: {shown(full)}")
+    key = value_of(full, "--api-key") or given.get("VLLM_API_KEY") or None
+    client = connect(f"http://127.0.0.1:{port}", timeout_s=REQUEST_S, api_key=key, key_from=KEY_OF_STARTED)
+    with running(full, title, given) as process:
         server = Server(title, client, process)
         wait_until(lambda: is_up(client, health), process, timeout_s=config.server_timeout, reporter=reporter)
         yield server
+
+
+def _port(args: Sequence[str]) -> int:
+    """The port that the user names, else a free one."""
+    said = value_of(args, "--port")
+    if said is None:
+        return free_port()
+    if not (said.isascii() and said.isdigit() and 0 < int(said) < 65536):
+        raise UsageError(f"`--port {said}` in `--server-args` is no port", hint="leave it out: a free one is taken")
+    with socket.socket() as asking:
+        asking.settimeout(5.0)
+        if asking.connect_ex(("127.0.0.1", int(said))) == 0:
+            raise UsageError(
+                f"something listens on `--port {said}` already, and would be measured instead",
+                where="`--server-args`",
+                hint="leave the port out, or measure what listens there with `--endpoint`",
+            )
+    return int(said)
 
 
 @contextmanager
@@ -275,3 +218,38 @@ def take_draft_tokens(plan: DecodePlan, served: int) -> int:
     if asked is not None and not plan.config.no_spec and asked != served:
         raise UsageError(f"`--num-draft-tokens {asked}`, and the server drafts {served}", hint="leave it out")
     return served
+
+
+def note_labels(config: EvalConfig, reporter: Reporter) -> None:
+    """Says that the sizes of a server at `--endpoint` are the user's word."""
+    given = [f"`--pp {pp}`" for pp in config.pp if pp != 1] + ([f"`--tp {config.tp}`"] if config.tp != 1 else [])
+    if given:
+        reporter.note(f"{' and '.join(given)} only label the result: the server at `--endpoint` is not asked its sizes")
+
+
+def is_target(plan: DecodePlan, *names: str) -> bool:
+    """Whether one of these names or paths is the target's, in full or by its last part."""
+    known = (plan.config.target, plan.spec.path, plan.spec.name)
+    return bool({last for name in known for last in (name, _last(name))} & {_last(name) for name in names if name})
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None, where: str) -> None:
+    """Raises MachineError where texts of `room` tokens are not long enough for some prompt, its answer and its drafts.
+
+    Near the end of their room servers draft less or not at all.
+    """
+    more = plan.config.max_new_tokens + plan.num_draft_tokens
+    long = [prompt for prompt in prompts if room is not None and len(prompt.ids) + more > room]
+    if long:
+        worst = max(long, key=lambda prompt: len(prompt.ids))
+        raise MachineError(
+            f"{len(long)} of {len(prompts)} prompts do not fit: the server takes texts of {room} tokens, and "
+            f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
+            f"{plan.num_draft_tokens} drafted",
+            where=where,
+            hint="shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts",
+        )

@@ -26,7 +26,6 @@ class Drafts:
 
     num_spec_tokens: int
     histogram: tuple[int, ...]
-    num_draft_tokens: int
     steps: tuple[tuple[int, int], ...] | None
 
 
@@ -100,18 +99,21 @@ def read_drafts(found: Mapping[str, Any], where: str) -> Drafts | None:
     if not isinstance(spec, Mapping):
         raise MachineError("`metrics.speculative_decoding` is no object", where=where)
     histogram = spec.get("acceptance_histogram")
-    numbers = [spec.get(name) for name in ("num_draft_tokens", "num_spec_tokens")]
-    if not are_counts(histogram) or not are_counts(numbers):
+    longest = spec.get("num_spec_tokens")
+    if not are_counts(histogram) or type(longest) is not int:
         raise MachineError(
-            "`metrics.speculative_decoding` is to hold `acceptance_histogram`, `num_draft_tokens` and "
-            f"`num_spec_tokens`, and holds {', '.join(sorted(map(str, spec)))}",
+            "`metrics.speculative_decoding` is to hold `acceptance_histogram` and `num_spec_tokens`, and holds "
+            f"{', '.join(sorted(map(str, spec)))}",
             where=where,
         )
-    drafted, longest = numbers
-    return Drafts(longest, tuple(histogram), drafted, _steps(spec, histogram, where))
+    if len(histogram) > longest + 1:
+        raise MachineError(f"drafts of up to {longest} tokens cannot have the histogram {histogram}", where=where)
+    return Drafts(longest, tuple(histogram), _steps(spec, longest, histogram, where))
 
 
-def _steps(spec: Mapping[str, Any], histogram: Sequence[int], where: str) -> tuple[tuple[int, int], ...] | None:
+def _steps(
+    spec: Mapping[str, Any], longest: int, histogram: Sequence[int], where: str
+) -> tuple[tuple[int, int], ...] | None:
     accepted, drafted = spec.get("per_step_accepted"), spec.get("per_step_drafted")
     if accepted is None and drafted is None:
         return () if not sum(histogram) else None
@@ -119,6 +121,10 @@ def _steps(spec: Mapping[str, Any], histogram: Sequence[int], where: str) -> tup
         raise MachineError("`per_step_accepted` and `per_step_drafted` are no two lists of one length", where=where)
     if any(kept > of for kept, of in zip(accepted, drafted, strict=True)):
         raise MachineError("`per_step_accepted` tells of more tokens than `per_step_drafted`", where=where)
+    if max(drafted, default=0) > longest:
+        raise MachineError(f"`per_step_drafted` holds more than `num_spec_tokens: {longest}`", where=where)
+    if any(accepted.count(kept) != count for kept, count in enumerate(histogram)) or len(accepted) != sum(histogram):
+        raise MachineError("`per_step_accepted` and `acceptance_histogram` tell of other steps", where=where)
     return tuple(zip(drafted, accepted, strict=True))
 
 
@@ -127,12 +133,18 @@ def result_of(answer: Answer, plan: DecodePlan, prompt: Prompt, where: str) -> P
     if not plan.num_draft_tokens:
         return plain_result(plan, prompt, answer.tokens)
     drafts = answer.drafts
-    if drafts is None:
+    if drafts is None and len(answer.tokens) > 1:
         raise MachineError("the server told of drafts in its first answer and does not in this one", where=where)
-    gained = gained_tokens(drafts.histogram)
-    check_gained(gained, len(answer.tokens), plan, where)
-    # A step after a pause of the request (its memory was needed) drafts nothing and is not told.
-    if drafts.steps is None or gained < len(answer.tokens):
+    if drafts is not None and drafts.num_spec_tokens != plan.num_draft_tokens:
+        raise MachineError(
+            f"the server drafts {drafts.num_spec_tokens} tokens in one answer and {plan.num_draft_tokens} in others",
+            where=where,
+        )
+    # A text that ends with its first token has verified nothing, and one beyond the draft's room was never drafted.
+    if drafts is None or not any(drafts.histogram):
+        return plain_result(plan, prompt, answer.tokens)
+    check_gained(gained_tokens(drafts.histogram), len(answer.tokens), plan, where)
+    if drafts.steps is None:
         return histogram_result(plan, prompt, answer.tokens, drafts.histogram)
     steps = named_steps(answer.tokens, drafts.steps)
     return told(prompt, answer.tokens, steps, is_stopped=answer.tokens[-1] in plan.stop_ids)

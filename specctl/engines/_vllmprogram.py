@@ -13,25 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from specctl.engines._serving import (
+from specctl.engines._command import (
     IS_VERSION,
-    ServerConfig,
-    ServerPlan,
     check_command,
     draft_folder,
     find_program,
     output_of,
     package_of,
     python_beside,
+    python_of,
     value_of,
     words,
 )
+from specctl.engines._serving import ServerConfig, ServerPlan
 from specctl.files.serverview import vllm_speculation
 from specctl.records.evaluation import DecodePlan
 
 API_SERVER: Final = "vllm.entrypoints.openai.api_server"
 PER_REQUEST_SINCE: Final = (0, 29)
 """First release with --per-request-spec-decode-metrics. Source: vllm-project/vllm#48915, not in 0.28.0."""
+
+PER_REQUEST: Final = "--per-request-spec-decode-metrics"
 
 READ_SINCE: Final = (0, 32)
 """The oldest release in which `--max-model-len auto` and `draft_sample_method` were read."""
@@ -59,12 +61,13 @@ class Program:
 def find_vllm(config: ServerConfig) -> Program:
     """The vLLM that the options name, else the one on the PATH. Raises UsageError, MachineError."""
     if config.server_command is None:
-        return _installed(find_program(config, "vllm", "vLLM"))
+        return _installed(find_program(config.server_venv, "vllm", "vLLM"))
     command = words(config.server_command, "server_command")
     check_command(command)
-    if "-m" in command:
-        return _program(command, package_of(command[: command.index("-m")], *PACKAGES))
-    return _spoken(command) if command[-1] == "serve" else Program(tuple(command), None, False)
+    python = python_of(command)
+    if python is not None:
+        return _program(command, package_of(python, *PACKAGES))
+    return _spoken(command) if "serve" in command[1:] else Program(tuple(command), None, False)
 
 
 def _installed(path: Path) -> Program:
@@ -86,7 +89,7 @@ def _program(command: Sequence[str], package: tuple[str, str] | None) -> Program
 
 def _spoken(command: Sequence[str]) -> Program:
     """By what `vllm --version` says, which takes long: it loads all of vLLM."""
-    said = (output_of([*command[:-1], "--version"]) or "").split()
+    said = (output_of([*command[: command.index("serve", 1)], "--version"]) or "").split()
     return _program(command, ("vllm", said[-1]) if said and IS_VERSION.match(said[-1]) else None)
 
 
@@ -99,7 +102,7 @@ def base_command(program: Program, plan: ServerPlan, *, pp: int, max_num_seqs: i
     """What serves the target alone."""
     config = plan.config
     target = str(Path(plan.spec.path).absolute())
-    model = ["--model", target] if program.words[-1] == API_SERVER else [target]
+    model = ["--model", target] if API_SERVER in program.words else [target]
     sizes = ["--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(config.tp)]
     command = [*program.words, *model, "--served-model-name", SERVED_NAME, "--dtype", plan.dtype, *sizes]
     # The server's own defaults for sampling are none of the target's; a cache of prompts speeds up the second turn.
@@ -111,6 +114,12 @@ def base_command(program: Program, plan: ServerPlan, *, pp: int, max_num_seqs: i
     return command + (_for_cpu(words(config.server_args, "server_args")) if program.is_cpu else [])
 
 
+def will_tell(program: Program, config: ServerConfig) -> bool:
+    """Whether a server started so tells what became of each request's drafts."""
+    said = value_of([*program.words, *words(config.server_args, "server_args")], PER_REQUEST)
+    return program.is_since(PER_REQUEST_SINCE) if said is None else said != "none"
+
+
 def _speculation(program: Program, plan: DecodePlan) -> list[str]:
     config = plan.config
     if not plan.num_draft_tokens or config.draft is None or plan.head is None:
@@ -119,7 +128,7 @@ def _speculation(program: Program, plan: DecodePlan) -> list[str]:
     settings = vllm_speculation(folder, plan.num_draft_tokens, is_parallel=plan.head.parallel_drafting)
     if config.draft_sampling == "sampled":
         settings["draft_sample_method"] = "probabilistic"
-    per_request = ["--per-request-spec-decode-metrics", "detailed"] if program.is_since(PER_REQUEST_SINCE) else []
+    per_request = [PER_REQUEST, "detailed"] if program.is_since(PER_REQUEST_SINCE) else []
     return ["--speculative-config", json.dumps(settings), *per_request]
 
 

@@ -10,7 +10,6 @@ means over the server's life. Here the length is 1 + accepted drafts / verifying
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,24 +18,32 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.engines._client import Client, ask_all, get_json, get_text, post_json
+from specctl.engines._command import (
+    check_command,
+    draft_folder,
+    find_program,
+    package_of,
+    python_beside,
+    python_of,
+    shown,
+    value_of,
+    words,
+)
 from specctl.engines._drafts import are_counts, check_gained, gained_tokens, histogram_result, plain_result
 from specctl.engines._serving import (
     WARM_TOKENS,
     WARM_UP,
     Server,
     attached,
-    check_command,
-    draft_folder,
     endpoint_client,
     explained,
-    find_program,
-    package_of,
-    python_beside,
+    is_target,
+    note_labels,
+    refuse_long,
     refuse_options,
     seed_of,
     started,
     take_draft_tokens,
-    words,
 )
 from specctl.errors import MachineError, NotSupportedError, UsageError
 from specctl.files.serverview import sglang_speculation
@@ -56,6 +63,9 @@ HISTOGRAM: Final = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 STEPS: Final = "spec_verify_ct"
 
+SEEDED: Final = "--enable-deterministic-inference"
+"""Without it SGLang drops `sampling_seed`. Source: docs.sglang.io, Deterministic Inference."""
+
 
 def refuse(config: EvalConfig) -> None:
     """Raises UsageError or NotSupportedError for what no SGLang can be asked."""
@@ -73,9 +83,11 @@ def ready(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     command, version = find_sglang(plan.config)
     if version is None:
         reporter.note("SGLang's version is not known before it runs: the newest release is taken for granted")
+    given = [*command, *words(plan.config.server_args, "server_args")]
+    _note_draws(plan, reporter, is_seeded=value_of(given, SEEDED) is not None)
     return replace(
         plan,
-        facts={**plan.facts, "server": shlex.join(command)},
+        facts={**plan.facts, "server": shown(command)},
         versions={**plan.versions, **({} if version is None else {"sglang": version})},
     )
 
@@ -85,7 +97,15 @@ def _greeted_plan(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     with attached(plan, TITLE, HEALTH) as server:
         info = _info(server.client)
     version = info.get("version")
-    reporter.note(f"{server.client.url} is SGLang {version} and serves `{info.get('model_path')}`")
+    path = str(info.get("model_path"))
+    reporter.note(f"{server.client.url} is SGLang {version} and serves `{path}`")
+    if not is_target(plan, path, str(info.get("served_model_name"))):
+        reporter.warn(
+            f"the server serves `{path}`, and TARGET is `{plan.config.target}`: whether they are one model cannot be "
+            "told"
+        )
+    note_labels(plan.config, reporter)
+    _note_draws(plan, reporter, is_seeded=bool(info.get("enable_deterministic_inference")))
     return replace(
         plan,
         num_draft_tokens=take_draft_tokens(plan, _served_tokens(info, server.client.url)),
@@ -94,11 +114,19 @@ def _greeted_plan(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     )
 
 
+def _note_draws(plan: DecodePlan, reporter: Reporter, *, is_seeded: bool) -> None:
+    if plan.config.temperature > 0 and not is_seeded:
+        reporter.note(f"SGLang's draws do not follow `--seed` unless it is started with `{SEEDED}`")
+
+
 @contextmanager
 def open(plan: DecodePlan, pp: int, reporter: Reporter) -> Iterator[Callable[[Sequence[Prompt]], SizeResult]]:
     """A server for one size; it answers until the end."""
     with _server(plan, pp, reporter) as server, explained(server):
-        served = _served_tokens(_info(server.client), server.client.url)
+        info = _info(server.client)
+        if server.process is not None:
+            require_ours(info, plan, server.client.url)
+        served = _served_tokens(info, server.client.url)
         if served != plan.num_draft_tokens:
             raise MachineError(
                 f"the server drafts {served} tokens, and {plan.num_draft_tokens} were to be drafted",
@@ -107,7 +135,8 @@ def open(plan: DecodePlan, pp: int, reporter: Reporter) -> Iterator[Callable[[Se
             )
         short = replace(plan, config=replace(plan.config, max_new_tokens=WARM_TOKENS), stop_ids=())
         _ask(short, server.client, Prompt("warm-up", "warm-up", None, 0, WARM_UP))
-        yield lambda prompts: _decode(server, plan, prompts, pp, reporter)
+        room = info.get("context_length")
+        yield lambda prompts: _decode(server, plan, prompts, pp, reporter, room=room if type(room) is int else None)
 
 
 def _server(plan: DecodePlan, pp: int, reporter: Reporter) -> AbstractContextManager[Server]:
@@ -121,12 +150,13 @@ def find_sglang(config: EvalConfig) -> tuple[list[str], str | None]:
     """The command that the options name, else that of the environment on the PATH, and its version."""
     command = words(config.server_command, "server_command")
     if not command:
-        python = python_beside(find_program(config, "sglang", TITLE))
+        python = python_beside(find_program(config.server_venv, "sglang", TITLE))
         if python is None:
             raise UsageError("there is no `python` beside `sglang`", hint="say how to start it with `--server-command`")
         command = [str(python), "-m", "sglang.launch_server"]
     check_command(command)
-    package = package_of(command[: command.index("-m")], "sglang") if "-m" in command else None
+    its_python = python_of(command)
+    package = package_of(its_python, "sglang") if its_python is not None else None
     return command, package[1] if package is not None else None
 
 
@@ -168,7 +198,21 @@ def _served_tokens(info: Mapping[str, Any], where: str) -> int:
     return drafted - 1
 
 
-def _decode(server: Server, plan: DecodePlan, prompts: Sequence[Prompt], pp: int, reporter: Reporter) -> SizeResult:
+def require_ours(info: Mapping[str, Any], plan: DecodePlan, where: str) -> None:
+    """Raises MachineError for another server than the one that was started."""
+    path = info.get("model_path")
+    if not isinstance(path, str) or Path(path).resolve() != Path(plan.spec.path).resolve():
+        raise MachineError(
+            f"the server serves `{path}`, and the one that was started serves `{plan.spec.path}`",
+            where=where,
+            hint="another server took its port, or `--server-args` names another model: run again without",
+        )
+
+
+def _decode(
+    server: Server, plan: DecodePlan, prompts: Sequence[Prompt], pp: int, reporter: Reporter, *, room: int | None
+) -> SizeResult:
+    refuse_long(prompts, plan, room, server.client.url)
     reporter.start("decoding", len(prompts), "prompts")
     began = time.monotonic()
     results = ask_all(
@@ -215,6 +259,8 @@ def read_result(found: Mapping[str, Any], plan: DecodePlan, prompt: Prompt, wher
     if not plan.num_draft_tokens or len(tokens) == 1:
         return plain_result(plan, prompt, tokens)
     histogram = _histogram(meta, plan.num_draft_tokens, where)
+    if not any(histogram):
+        return plain_result(plan, prompt, tokens)
     check_gained(gained_tokens(histogram), len(tokens), plan, where)
     return histogram_result(plan, prompt, tokens, histogram)
 

@@ -6,29 +6,31 @@ counters are read before and after each prompt, one prompt at a time, and checke
 
 from __future__ import annotations
 
-import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-from specctl.engines._client import Client, ask_all, get_json, get_text, post_json
-from specctl.engines._counters import Counters, read_counters, risen
+from specctl.engines._client import Client, ask_all, ask_for, get_json, post_json
+from specctl.engines._command import shown
+from specctl.engines._counters import Counters, risen
+from specctl.engines._drafts import check_gained
 from specctl.engines._serving import (
-    WARM_TOKENS,
-    WARM_UP,
     Server,
     attached,
     endpoint_client,
     explained,
+    note_labels,
+    refuse_long,
     refuse_options,
     started,
     take_draft_tokens,
 )
-from specctl.engines._vllmanswer import PATH, Answer, body_of, ids_of, read_answer, read_drafts, result_of
-from specctl.engines._vllmprogram import READ_SINCE, find_vllm, serve_command
+from specctl.engines._vllmanswer import PATH, Answer, body_of, read_answer, result_of
+from specctl.engines._vllmgreeting import METRICS, MODELS, NOT_TOLD, Session, compare_target, greet, scrape
+from specctl.engines._vllmprogram import READ_SINCE, find_vllm, serve_command, will_tell
 from specctl.engines._vllmstates import open_states, ready_states
 from specctl.errors import MachineError, NotSupportedError
 from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt, PromptResult, SizeResult, counted
@@ -40,25 +42,8 @@ TITLE = "vLLM"
 IS_SERVER = True
 
 HEALTH: Final = "/health"
-METRICS: Final = "/metrics"
 SETTLE_S: Final = 2.0
 """Counters may follow an answer by a moment."""
-
-NOT_TOLD: Final = (
-    "start the server with `--per-request-spec-decode-metrics detailed`, or without `--disable-log-stats`, and with "
-    "`--speculative-config`"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A server that was greeted: what it serves, what it tells of one request, and how much it drafts."""
-
-    server: Server
-    model: str
-    has_ids: bool
-    tells_requests: bool
-    num_draft_tokens: int
 
 
 def refuse(config: EvalConfig) -> None:
@@ -82,33 +67,55 @@ def ready(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
         raise NotSupportedError(
             f"`--draft-sampling sampled` is known of vLLM 0.32 and newer, and this is {program.version or 'unknown'}"
         )
+    if plan.num_draft_tokens and not will_tell(program, plan.config):
+        plan = _alone(plan, reporter)
     versions = {} if program.version is None else {"vllm": program.version}
     return replace(
         plan,
-        facts={**plan.facts, "server": shlex.join(program.words)},
+        facts={**plan.facts, "server": shown(program.words)},
         versions={**plan.versions, **versions},
     )
+
+
+def _alone(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
+    """The plan with one prompt at a time, with drafts and without: two ways of asking make no speed-up."""
+    if plan.config.batch > 1:
+        reporter.note("this server tells nothing of single requests: prompts go one at a time, whatever `--batch`")
+    return replace(plan, config=replace(plan.config, batch=1))
 
 
 def _greeted_plan(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     """As the server at `--endpoint` runs it."""
     with attached(plan, TITLE, HEALTH) as server:
         version = get_json(server.client, "/version").get("version")
-        session = _greet(server, plan)
-    reporter.note(f"{session.server.client.url} is vLLM {version} and serves `{session.model}`")
+        session = greet(server, plan)
+        compare_target(session, plan, reporter)
+    reporter.note(f"{session.server.client.url} is vLLM {version} and serves `{session.model.name}`")
+    note_labels(plan.config, reporter)
+    if not session.is_told:
+        _take_untold(plan, session, reporter)
+    plan = replace(plan, num_draft_tokens=take_draft_tokens(plan, session.num_draft_tokens))
+    if plan.num_draft_tokens and not session.tells_requests:
+        plan = _alone(plan, reporter)
     return replace(
         plan,
-        num_draft_tokens=take_draft_tokens(plan, session.num_draft_tokens),
         facts={**plan.facts, "server": endpoint_client(plan).url, "dtype": None},
         versions={**plan.versions, **({"vllm": version} if isinstance(version, str) else {})},
     )
+
+
+def _take_untold(plan: DecodePlan, session: Session, reporter: Reporter) -> None:
+    where = session.server.client.url + METRICS
+    if not plan.config.no_spec:
+        raise MachineError("the server does not tell whether it drafts", where=where, hint=NOT_TOLD)
+    reporter.note("the server does not tell whether it drafts: that it decodes plainly is taken on trust")
 
 
 @contextmanager
 def open(plan: DecodePlan, pp: int, reporter: Reporter) -> Iterator[Callable[[Sequence[Prompt]], SizeResult]]:
     """A server for one size; it answers until the end."""
     with _server(plan, pp, reporter) as server, explained(server):
-        session = _greet(server, plan)
+        session = greet(server, plan)
         if session.num_draft_tokens != plan.num_draft_tokens:
             raise MachineError(
                 f"the server drafts {session.num_draft_tokens} tokens, and {plan.num_draft_tokens} were to be drafted",
@@ -116,7 +123,11 @@ def open(plan: DecodePlan, pp: int, reporter: Reporter) -> Iterator[Callable[[Se
                 hint="does `--server-args` change them? `--num-draft-tokens` says how many",
             )
         if plan.num_draft_tokens and not session.tells_requests and plan.config.batch > 1:
-            reporter.note("this server tells nothing of single requests: prompts go one at a time, whatever `--batch`")
+            raise MachineError(
+                "the server tells nothing of single requests, and several at once cannot be told apart",
+                where=server.client.url,
+                hint=f"`--batch 1`, or {NOT_TOLD}",
+            )
         yield lambda prompts: _decode(session, plan, prompts, pp, reporter)
 
 
@@ -127,55 +138,8 @@ def _server(plan: DecodePlan, pp: int, reporter: Reporter) -> AbstractContextMan
     return started(command, plan, TITLE, HEALTH, reporter)
 
 
-def _greet(server: Server, plan: DecodePlan) -> Session:
-    """A short request that is not counted: it warms the server up and shows what it tells."""
-    model = _model_name(server.client, plan)
-    config = replace(plan.config, max_new_tokens=WARM_TOKENS)
-    short = replace(plan, config=config, stop_ids=())
-    prompt = Prompt("warm-up", "warm-up", None, 0, WARM_UP)
-    where = server.client.url + PATH
-    has_ids = True
-    found = post_json(server.client, PATH, body_of(short, prompt, model=model, has_ids=True))
-    if not ids_of(_first(found)):
-        has_ids = False
-        found = post_json(server.client, PATH, body_of(short, prompt, model=model, has_ids=False))
-    read_answer(found, short, where)
-    drafts = read_drafts(found, where)
-    if drafts is not None:
-        return Session(server, model, has_ids, True, drafts.num_spec_tokens)
-    counters = _scrape(server.client)
-    if counters is None and plan.num_draft_tokens:
-        raise MachineError("the server tells nothing of drafts", where=server.client.url + METRICS, hint=NOT_TOLD)
-    return Session(server, model, has_ids, False, len(counters.per_position) if counters is not None else 0)
-
-
-def _first(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    choices = found.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
-
-
-def _model_name(client: Client, plan: DecodePlan) -> str:
-    """What the server calls its target. Raises MachineError where it serves none, or several and none fits."""
-    data = get_json(client, "/v1/models").get("data")
-    models = [model for model in data if isinstance(model, Mapping)] if isinstance(data, list) else []
-    roots = {str(model["id"]): str(model.get("root")) for model in models if "id" in model and not model.get("parent")}
-    known = {plan.config.target, plan.spec.path, plan.spec.name}
-    fitting = [name for name, root in roots.items() if name in known or root in known]
-    if len(set(roots.values())) == 1 or fitting:
-        return (fitting or list(roots))[0]
-    raise MachineError(
-        f"the server serves {', '.join(roots) or 'no model'}, and TARGET is `{plan.config.target}`",
-        where=f"{client.url}/v1/models",
-        hint="name TARGET as the server does",
-    )
-
-
-def _scrape(client: Client) -> Counters | None:
-    text = get_text(client, METRICS)
-    return None if text is None else read_counters(text, client.url + METRICS)
-
-
 def _decode(session: Session, plan: DecodePlan, prompts: Sequence[Prompt], pp: int, reporter: Reporter) -> SizeResult:
+    refuse_long(prompts, plan, session.model.room, session.server.client.url + MODELS)
     reporter.start("decoding", len(prompts), "prompts")
     is_told = session.tells_requests or not plan.num_draft_tokens
     decode = _at_once if is_told else _one_by_one
@@ -185,7 +149,7 @@ def _decode(session: Session, plan: DecodePlan, prompts: Sequence[Prompt], pp: i
 
 
 def _ask(session: Session, plan: DecodePlan, client: Client, prompt: Prompt) -> Answer:
-    body = body_of(plan, prompt, model=session.model, has_ids=session.has_ids)
+    body = body_of(plan, prompt, model=session.model.name, has_ids=session.has_ids)
     return read_answer(post_json(client, PATH, body), plan, client.url + PATH)
 
 
@@ -194,7 +158,7 @@ def _at_once(
 ) -> tuple[list[PromptResult], float]:
     """Each answer tells of its own drafts; the counters tell whether others used the server too."""
     client = session.server.client
-    before = _scrape(client) if plan.num_draft_tokens else None
+    before = _scraped(client, reporter) if plan.num_draft_tokens else None
     began = time.monotonic()
     answers = ask_all(
         lambda its, prompt: _ask(session, plan, its, prompt), prompts, client, plan.config.batch, reporter
@@ -210,13 +174,31 @@ def _at_once(
     return results, seconds
 
 
+def _scraped(client: Client, reporter: Reporter) -> Counters | None:
+    """The counters where they only serve a warning."""
+    try:
+        return scrape(client)
+    except MachineError as error:
+        reporter.warn(f"whether others use the server too cannot be told: {error.message}")
+        return None
+
+
 def _warn_of_others(client: Client, before: Counters, results: Sequence[PromptResult], reporter: Reporter) -> None:
     ours = sum(result.num_drafts for result in results)
-    change = _settled(client, before, lambda found: found.drafts >= ours)
-    if change.drafts != ours:
+    try:
+        change = _settled(client, before, lambda found: found.drafts >= ours)
+    except MachineError as error:
+        reporter.warn(f"whether others use the server too cannot be told: {error.message}")
+        return
+    if change.drafts > ours:
         reporter.warn(
             f"the server verified {change.drafts} drafts in the meantime, and {ours} of them are of this run: others "
             "use it too. The counts are this run's own, the speed is shared"
+        )
+    elif change.drafts < ours:
+        reporter.warn(
+            f"the server's counters rose by {change.drafts} drafts, and its answers tell of {ours}: they do not count "
+            "all of them, and whether others use the server too cannot be told"
         )
 
 
@@ -224,7 +206,7 @@ def _settled(client: Client, before: Counters, is_enough: Callable[[Counters], b
     """What the counters rose by, once they have followed."""
     until = time.monotonic() + SETTLE_S
     while True:
-        after = _scrape(client)
+        after = scrape(client)
         if after is None:
             raise MachineError("the server's counters are gone", where=client.url + METRICS)
         change = risen(before, after, client.url + METRICS)
@@ -241,27 +223,36 @@ def _one_by_one(
     results: list[PromptResult] = []
     seconds = 0.0
     for prompt in prompts:
-        before = _scrape(client)
+        before = scrape(client)
         if before is None:
             raise MachineError("the server's counters are gone", where=client.url + METRICS, hint=NOT_TOLD)
         began = time.monotonic()
-        answer = _ask(session, plan, client, prompt)
+        answer = ask_for(partial(_ask, session, plan), client, prompt)
         seconds += time.monotonic() - began
-        change = _settled(client, before, partial(_explains, answer=answer, plan=plan))
+        change = _settled(client, before, partial(_explains, answer=answer, plan=plan, prompt=prompt))
         results.append(_counted(change, answer, plan, prompt, client.url + METRICS))
         reporter.advance(1)
     return results, seconds
 
 
-def _explains(change: Counters, *, answer: Answer, plan: DecodePlan) -> bool:
+def _is_alone(change: Counters, *, answer: Answer, prompt: Prompt) -> bool:
+    """Whether nobody else's tokens were counted, as far as that is told."""
+    is_written, is_read = change.written in (None, len(answer.tokens)), change.read in (None, len(prompt.ids))
+    return change.requests in (None, 1) and is_written and is_read
+
+
+def _explains(change: Counters, *, answer: Answer, plan: DecodePlan, prompt: Prompt) -> bool:
     """Whether these counts are this answer's alone: its text, and up to a draft of tokens cut at its end."""
     gained = 1 + change.drafts + change.accepted
     is_text = len(answer.tokens) <= gained <= len(answer.tokens) + plan.num_draft_tokens
-    return is_text and change.requests in (None, 1) and change.draft_tokens == change.drafts * plan.num_draft_tokens
+    is_whole = change.draft_tokens == change.drafts * plan.num_draft_tokens
+    return is_text and is_whole and _is_alone(change, answer=answer, prompt=prompt)
 
 
 def _counted(change: Counters, answer: Answer, plan: DecodePlan, prompt: Prompt, where: str) -> PromptResult:
-    if not _explains(change, answer=answer, plan=plan):
+    if change.written is not None and change.requests == 1 and _is_alone(change, answer=answer, prompt=prompt):
+        check_gained(1 + change.drafts + change.accepted, len(answer.tokens), plan, where)
+    if not _explains(change, answer=answer, plan=plan, prompt=prompt):
         raise MachineError(
             f"the server's counters rose by {change.drafts} drafts and {change.accepted} accepted tokens for a text of "
             f"{len(answer.tokens)} ({change.requests} requests ended): others use the server too",
