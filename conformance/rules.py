@@ -67,18 +67,18 @@ def judge_rules(python: Path, folder: Path, say: Callable[[str], None]) -> list[
             found = json.loads(line)
             if found["name"] == HEALTHY[0]:
                 plain = found.get("tokens")
-            rows.append(_row(found, plain))
+            rows.append(_row(found, plain, folder))
             say(f"{len(rows)}/{len(cases)} {found['name']}")
     if len(rows) < len(cases):
         rows.append(Row("the loader", f"{len(cases)} results", f"{len(rows)}; see {folder}/loader.log", False))
     return rows
 
 
-def _row(found: dict[str, Any], plain: list[int] | None) -> Row:
+def _row(found: dict[str, Any], plain: list[int] | None, folder: Path) -> Row:
     name = found["name"]
     claims = "refused" if name in REFUSED else "served"
     if "error" in found:
-        error = found["error"]
+        error = found["error"].replace(str(folder), "FOLDER")
         # A loader that refuses says why; a process that only ends, or never does, is no refusal.
         is_said = name in CRASHES or not error.startswith(("nothing within", "the process ended"))
         return Row(f"`{name}`", claims, f"refused: {error[:160]}", name in REFUSED and is_said)
