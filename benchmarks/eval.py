@@ -97,7 +97,8 @@ class Engine:
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=num_tokens,
-                    min_new_tokens=num_tokens,
+                    # Neither ends at a stop token; `min_new_tokens` would forbid it and change the text.
+                    eos_token_id=None,
                     do_sample=False,
                     pad_token_id=0,
                     **more,
