@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from serverparts import FIRST_PROMPT, SGLANG_INFO, Sglang, Vllm, as_json, recorded_json, serving
-from test_engine_vllm import Talk
+from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl.core.target import describe_target

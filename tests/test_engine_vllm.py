@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from serverparts import FIRST_PROMPT, Vllm, as_json, recorded_json, serving
+from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl.core.target import describe_target, load_tokenizer
@@ -28,27 +29,12 @@ from specctl.errors import MachineError, NotSupportedError, SpecctlError, UsageE
 from specctl.recipes.evaluate import evaluate
 from specctl.records.evaluation import UNTOLD, DecodePlan, EvalConfig, Prompt, SizeResult
 from specctl.records.head import HeadConfig
-from specctl.records.progress import SilentReporter
 
 K, NEW = 3, 12
 FAKE = f"{sys.executable} {ROOT}/tests/serverparts.py serve"
 PROMPTS = [Prompt(f"key-{i}", f"q{i}", None, 0, (FIRST_PROMPT + i, 7)) for i in range(3)]
 TEXTS = [tuple(answer["choices"][0]["token_ids"]) for answer in recorded_json("completions")]
 ACCEPTED = [answer["metrics"]["speculative_decoding"]["per_step_accepted"] for answer in recorded_json("completions")]
-
-
-class Talk(SilentReporter):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 def a_config(**settings: Any) -> EvalConfig:

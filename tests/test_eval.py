@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 from decode_parts import a_draft, plain, recounted, save_draft
 from safetensors.torch import load_file, save_file
+from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl.cli.app import run as run_in_process
@@ -30,20 +31,6 @@ from specctl.records.progress import SilentReporter
 
 K, NEW = 3, 10
 QUESTIONS = ["the tide", "comes in", "at noon and", "boats go out", "with it to fish", "no"]
-
-
-class Talk(SilentReporter):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 @pytest.fixture(scope="module")

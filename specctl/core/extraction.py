@@ -74,15 +74,9 @@ class ExtractJob:
         finally:
             reporter.stop()
 
-    def _run(
-        self,
-        target: LoadedTarget,
-        spool: Spool,
-        shards: Sequence[PlannedShard],
-        placement: Placement,
-        reporter: Reporter,
-    ) -> None:
-        writer = ShardWriter(
+    def writer(self, spool: Spool, placement: Placement) -> ShardWriter:
+        """What makes files of this job's shards, on one stage."""
+        return ShardWriter(
             folder=self.folder,
             format=self.format,
             compression=self.compression,
@@ -94,7 +88,16 @@ class ExtractJob:
             placement=placement,
             group=StageGroup(placement),
         )
-        background = Background(writer.finish)
+
+    def _run(
+        self,
+        target: LoadedTarget,
+        spool: Spool,
+        shards: Sequence[PlannedShard],
+        placement: Placement,
+        reporter: Reporter,
+    ) -> None:
+        background = Background(self.writer(spool, placement).finish)
         stage = Stage(target, self.slots, placement)
         room = max((shard.num_tokens for shard in shards), default=0)
         buffers = [stage.buffers(room) for _ in range(min(2, len(shards)))]

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from specctl.core.collect import Collected, Piece, collect
 from specctl.core.extraction import ExtractJob, to_numpy
 from specctl.core.finalnorm import FinalNorm, read_final_norm
-from specctl.core.parallel import StageGroup
 from specctl.core.placement import Placement
 from specctl.core.plan import PlannedShard
 from specctl.core.recompute import to_torch
 from specctl.core.samples import Spool, open_spool
-from specctl.core.shardfile import Background, ShardJob, ShardWriter
+from specctl.core.shardfile import Background, ShardJob
 from specctl.core.teaching import read_parts
 from specctl.errors import MachineError
 from specctl.records.layers import NORM
@@ -41,19 +40,7 @@ def make_shards(job: ExtractJob, states: States, reporter: Reporter) -> None:
     norm = None
     if NORM in job.slots:
         norm = read_final_norm(read_parts(job.spec.path), trust_remote_code=job.trust_remote_code)
-    writer = ShardWriter(
-        folder=job.folder,
-        format=job.format,
-        compression=job.compression,
-        dtype=job.dtype,
-        hidden_size=job.spec.hidden_size,
-        slots=job.slots,
-        allow_overflow=job.allow_overflow,
-        spool=spool,
-        placement=Placement(),
-        group=StageGroup(Placement()),
-    )
-    background = Background(writer.finish)
+    background = Background(job.writer(spool, Placement()).finish)
     total = sum(shard.num_tokens for shard in job.shards)
     reporter.start("extracting", job.tokens_before + total, "tokens", job.tokens_before)
     try:
