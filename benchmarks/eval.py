@@ -30,6 +30,7 @@ from specctl.core.draftrows import DraftRows  # noqa: E402
 from specctl.core.launch import run_local  # noqa: E402
 from specctl.core.parallel import Wire  # noqa: E402
 from specctl.core.placement import Placement  # noqa: E402
+from specctl.core.products import quick_linears  # noqa: E402
 from specctl.core.prompts import open_prompts, prompt_file, read_dialogues  # noqa: E402
 from specctl.core.relay import Stage  # noqa: E402
 from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request  # noqa: E402
@@ -75,7 +76,8 @@ class Engine:
     def decode(self, num_tokens: int, num_draft_tokens: int) -> tuple[list[Decoded], float]:
         """All prompts by specctl's engine, and seconds."""
         settings = DecodeSettings(num_tokens, num_draft_tokens)
-        with TargetRows(self.target, self.slots if num_draft_tokens else (), Placement()) as rows:
+        slots = self.slots if num_draft_tokens else ()
+        with TargetRows(self.target, slots, Placement()) as rows, quick_linears(self.draft):
             rows.run = self.clock.timed(rows.run)  # type: ignore[method-assign]
             head = self.clock.timed(rows.logits)
             stage = Stage(rows, Placement(), Wire(CPU), SilentReporter())

@@ -8,6 +8,7 @@ from specctl.core.draftload import draft_slots
 from specctl.core.modules import DraftModel
 from specctl.core.parallel import Wire
 from specctl.core.placement import Placement
+from specctl.core.products import quick_linears
 from specctl.core.relay import Stage
 from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request
 from specctl.core.target import LoadedTarget
@@ -28,7 +29,7 @@ def decode_here(
     Raises UsageError for a draft that does not say which states it takes.
     """
     slots = () if draft is None else draft_slots(draft.head, "the draft")
-    with TargetRows(target, slots, Placement()) as rows:
+    with TargetRows(target, slots, Placement()) as rows, quick_linears(draft):
         stage = Stage(rows, Placement(), Wire(target.device), SilentReporter())
 
         def make(some: Sequence[Request]) -> Batch:

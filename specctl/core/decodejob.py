@@ -18,6 +18,7 @@ from specctl.core.draftload import build_draft, draft_slots, read_draft
 from specctl.core.modules import DraftModel
 from specctl.core.parallel import Wire
 from specctl.core.placement import Placement, distributed_config
+from specctl.core.products import quick_linears
 from specctl.core.relay import Stage
 from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request
 from specctl.core.target import load_target
@@ -76,7 +77,7 @@ class DecodeJob:
         )
         slots, draft = self._draft(placement, device)
         wire = Wire(device)
-        with TargetRows(target, slots, placement) as rows:
+        with TargetRows(target, slots, placement) as rows, quick_linears(draft):
 
             def run(
                 talker: Reporter, requests: Sequence[Request], settings: DecodeSettings

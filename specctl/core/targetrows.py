@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from specctl.core.capture import Recorder, owned_slots, record
 from specctl.core.placement import Placement, stage_layers
+from specctl.core.products import quick_linears
 from specctl.core.ragged import Frame, RowsCache
 from specctl.core.target import LoadedTarget
 from specctl.core.teaching import SCALES, logit_scale
@@ -46,21 +48,20 @@ class TargetRows:
         config = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
         self._scale = logit_scale({key: getattr(config, key, None) for key in (*SCALES, "model_type")})
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._handles: list[Any] = []
-        self._recording: Any = None
+        self._entered = ExitStack()
 
     def __enter__(self) -> TargetRows:
-        self._recording = record(self.target.decoder, self._owned, self._recorder, model=self.target.model)
-        self._recording.__enter__()
+        model: Any = self.target.model
+        self._entered.enter_context(record(self.target.decoder, self._owned, self._recorder, model=model))
+        self._entered.enter_context(quick_linears(model))
         if not self.placement.is_first_stage:
             layer = self.target.decoder.layers[0]
-            self._handles.append(layer.register_forward_pre_hook(self._hand_over, with_kwargs=True))
+            handle = layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+            self._entered.callback(handle.remove)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._recording.__exit__(*raised)
+        self._entered.__exit__(*raised)
 
     @property
     def width_in(self) -> int:
