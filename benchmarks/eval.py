@@ -23,6 +23,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from specctl.core.decode import decode_rows  # noqa: E402
 from specctl.core.decodejob import DecodeJob, read_outcome  # noqa: E402
 from specctl.core.device import DTYPES  # noqa: E402
 from specctl.core.draftload import build_draft, draft_slots, read_draft  # noqa: E402
@@ -30,10 +31,8 @@ from specctl.core.draftrows import DraftRows  # noqa: E402
 from specctl.core.launch import run_local  # noqa: E402
 from specctl.core.parallel import Wire  # noqa: E402
 from specctl.core.placement import Placement  # noqa: E402
-from specctl.core.products import quick_linears  # noqa: E402
 from specctl.core.prompts import open_prompts, prompt_file, read_dialogues  # noqa: E402
-from specctl.core.relay import Stage  # noqa: E402
-from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request  # noqa: E402
+from specctl.core.speculate import Decoded, DecodeSettings, Request  # noqa: E402
 from specctl.core.target import describe_target, load_target  # noqa: E402
 from specctl.core.targetrows import TargetRows  # noqa: E402
 from specctl.core.teaching import read_parts  # noqa: E402
@@ -77,16 +76,15 @@ class Engine:
         """All prompts by specctl's engine, and seconds."""
         settings = DecodeSettings(num_tokens, num_draft_tokens)
         slots = self.slots if num_draft_tokens else ()
-        with TargetRows(self.target, slots, Placement()) as rows, quick_linears(self.draft):
+        with TargetRows(self.target, slots, Placement()) as rows:
             rows.run = self.clock.timed(rows.run)  # type: ignore[method-assign]
-            head = self.clock.timed(rows.logits)
-            stage = Stage(rows, Placement(), Wire(CPU), SilentReporter())
+            rows.logits = self.clock.timed(rows.logits)  # type: ignore[method-assign]
+            wire, reporter = Wire(CPU), SilentReporter()
             self.clock.seconds, began = 0.0, time.perf_counter()
-
-            def make(some: Sequence[Request]) -> Batch:
-                return Batch(some, self.draft, head, settings=settings, can_cache=True, device=CPU)
-
-            return stage.decode(self.requests, 1, make), time.perf_counter() - began
+            found = decode_rows(
+                rows, self.draft, self.requests, settings=settings, batch=1, wire=wire, reporter=reporter
+            )
+            return found, time.perf_counter() - began
 
     def generate(self, num_tokens: int, **more: Any) -> tuple[list[tuple[int, ...]], float]:
         """All prompts by `generate` of transformers, and seconds."""

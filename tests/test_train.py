@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, chat_rows
+from train_parts import extracted, one_step
 
 from specctl.core import trainstate
 from specctl.core.corpus import Corpus, boundaries_of, is_held_out
@@ -40,25 +41,14 @@ RESERVED = 263
 @pytest.fixture(scope="module")
 def shards(tiny, tmp_path_factory) -> str:
     """States of a tiny Llama for 40 chats."""
-    from specctl.recipes.extract import extract
-
-    folder = tmp_path_factory.mktemp("shards")
-    data = folder / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(40)))
-    config = ExtractConfig(tiny("llama"), (str(data),), str(folder / "states"), layers="2,4,last,norm", dtype="float32")
-    extract(config, QUIET)
-    return str(folder / "states")
+    return extracted(tiny("llama"), chat_rows(40), tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture
 def config(tiny, shards, tmp_path) -> TrainConfig:
-    return TrainConfig(
-        shards=(shards,),
-        target=tiny("llama"),
-        out=str(tmp_path / "run"),
-        draft_vocab_size=64,
+    return replace(
+        one_step(tiny("llama"), shards, tmp_path / "run"),
         max_steps=8,
-        batch_tokens=256,
         eval_fraction=0.2,
         eval_every=4,
         save_every=4,
@@ -541,6 +531,23 @@ def test_a_log_that_a_kill_cut_is_read_up_to_there(config) -> None:
     log.write_text("nothing\n" + log.read_text())
     with pytest.raises(InputError, match="line 1 of the log"):
         inspect_run(Path(config.out))
+
+
+def test_a_dry_run_refuses_the_folder_that_the_run_would_refuse(config, tmp_path) -> None:
+    from specctl.recipes.trainplan import plan_training
+
+    with pytest.raises(UsageError, match="nothing to resume"):
+        plan_training(replace(config, resume=True), QUIET)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds other files"):
+        plan_training(config, QUIET)
+    (tmp_path / "run" / "thesis.txt").unlink()
+    train(replace(config, max_steps=1), QUIET)
+    with pytest.raises(UsageError, match="holds a run already"):
+        plan_training(config, QUIET)
+    with pytest.raises(SettingsChangedError, match="draft_vocab_size: 64 -> 32"):
+        plan_training(replace(config, resume=True, draft_vocab_size=32), QUIET)
 
 
 def test_a_dry_run_writes_nothing_and_counts_what_the_run_will_have(config, run_cli) -> None:

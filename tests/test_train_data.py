@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import chat_rows
 from safetensors.numpy import load_file, save, save_file
+from train_parts import extracted, one_step
 
 from specctl.core.corpus import Corpus, is_held_out
 from specctl.core.folder import TOKEN_COUNTS
@@ -24,25 +24,13 @@ from specctl.core.vocab import choose_vocabulary, supervised_counts
 from specctl.errors import DataError, ShardError, UsageError
 from specctl.files.safetensors import read_header
 from specctl.files.tensors import read_array
-from specctl.recipes.extract import extract
 from specctl.recipes.train import train
-from specctl.records.extraction import ExtractConfig
 from specctl.records.progress import SilentReporter
 from specctl.records.training import TrainConfig
 
 QUIET = SilentReporter()
 RESERVED, VOCAB = 263, 264
 CPU = torch.device("cpu")
-
-
-def extracted(target: str, rows: list[dict[str, Any]], folder: Path, **settings: Any) -> str:
-    """The states of `rows`, in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"layers": "2,4,last,norm", "dtype": "float32", **settings}
-    extract(ExtractConfig(target, (str(data),), str(folder / "states"), **asked), QUIET)
-    return str(folder / "states")
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +47,7 @@ def others(tiny, tmp_path_factory) -> str:
 
 @pytest.fixture
 def config(tiny, shards, tmp_path) -> TrainConfig:
-    return TrainConfig(
-        shards=(shards,),
-        target=tiny("llama"),
-        out=str(tmp_path / "run"),
-        draft_vocab_size=64,
-        max_steps=1,
-        batch_tokens=256,
-        eval_fraction=0.0,
-    )
+    return one_step(tiny("llama"), shards, tmp_path / "run")
 
 
 @pytest.fixture

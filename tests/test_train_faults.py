@@ -19,6 +19,7 @@ import transformers
 from conftest import chat_rows
 from draft_parts import HEAD, PARALLEL, a_batch, a_model, a_teacher
 from safetensors.numpy import load_file, save_file
+from train_parts import extracted, one_step
 
 from specctl.cli import app
 from specctl.core import headmaking, trainstate
@@ -40,12 +41,11 @@ from specctl.errors import (
     SpecctlError,
     UsageError,
 )
-from specctl.recipes.extract import extract
 from specctl.recipes.inspectrun import inspect_run
-from specctl.recipes.train import begun, train
+from specctl.recipes.train import train
+from specctl.recipes.trainfolder import begun
 from specctl.recipes.trainplan import plan_training
 from specctl.records.draft import DraftBatch, DraftSettings
-from specctl.records.extraction import ExtractConfig
 from specctl.records.progress import SilentReporter
 from specctl.records.training import DepthScore, TrainConfig
 
@@ -61,25 +61,9 @@ def shards(tiny, tmp_path_factory) -> str:
     return extracted(tiny("llama"), chat_rows(10), tmp_path_factory.mktemp("shards"))
 
 
-def extracted(target: str, rows: list[dict[str, Any]], folder: Path, layers: str = "2,4,last,norm") -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    extract(ExtractConfig(target, (str(data),), str(folder / "states"), layers=layers, dtype="float32"), QUIET)
-    return str(folder / "states")
-
-
 @pytest.fixture
 def config(tiny, shards, tmp_path) -> TrainConfig:
-    return TrainConfig(
-        shards=(shards,),
-        target=tiny("llama"),
-        out=str(tmp_path / "run"),
-        draft_vocab_size=64,
-        max_steps=1,
-        batch_tokens=256,
-        eval_fraction=0.0,
-    )
+    return one_step(tiny("llama"), shards, tmp_path / "run")
 
 
 def parallel(config: TrainConfig) -> TrainConfig:

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
+from specctl.core.decode import decode_rows
 from specctl.core.device import DTYPES, pick_device, synchronize
 from specctl.core.draftload import build_draft, draft_slots, read_draft
 from specctl.core.modules import DraftModel
 from specctl.core.parallel import Wire
 from specctl.core.placement import Placement, distributed_config
-from specctl.core.products import quick_linears
-from specctl.core.relay import Stage
-from specctl.core.speculate import Batch, Decoded, DecodeSettings, Request
+from specctl.core.speculate import Decoded, DecodeSettings, Request
 from specctl.core.target import load_target
 from specctl.core.targetrows import TargetRows
 from specctl.core.teaching import read_parts
@@ -77,17 +76,16 @@ class DecodeJob:
         )
         slots, draft = self._draft(placement, device)
         wire = Wire(device)
-        with TargetRows(target, slots, placement) as rows, quick_linears(draft):
+        with TargetRows(target, slots, placement) as rows:
 
             def run(
                 talker: Reporter, requests: Sequence[Request], settings: DecodeSettings
             ) -> tuple[tuple[Decoded, ...], float]:
-                def make(some: Sequence[Request]) -> Batch:
-                    return Batch(some, draft, rows.logits, settings=settings, can_cache=rows.can_cache, device=device)
-
                 synchronize(device)
                 began = time.monotonic()
-                found = Stage(rows, placement, wire, talker).decode(requests, self.batch, make)
+                found = decode_rows(
+                    rows, draft, requests, settings=settings, batch=self.batch, wire=wire, reporter=talker
+                )
                 synchronize(device)
                 return tuple(found), time.monotonic() - began
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.recipes.train import refuse, refuse_uneven
+from specctl.recipes.trainfolder import refuse_folder, settings_of
 from specctl.records.head import HeadConfig, required_shapes
 from specctl.records.progress import Reporter
 from specctl.records.training import TrainConfig, TrainPlan
@@ -28,6 +29,7 @@ def plan_training(config: TrainConfig, reporter: Reporter) -> TrainPlan:
 
     refuse(config)
     refuse_uneven(config, config.nproc)
+    refuse_folder(config, settings_of(config), reporter)
     reporter.note("reading the shards' lists of samples")
     ready = prepare(config, pick_device("cpu"))
     task = ready.task
