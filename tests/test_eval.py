@@ -348,6 +348,31 @@ def test_the_exit_code_is_the_verdict(second: Sequence[int], code: int, text: st
     assert (found, text in out) == (code, True), out
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "text"),
+    [
+        (None, 0.125, "7 for 1, the two best logits 0.12 apart; rounding can do that"),  # a server tells no gaps
+        (0.25, 0.75, "7 for 1, the two best logits 0.75 apart; too far apart for rounding"),
+        (None, None, "7 for 1\n"),
+    ],
+)
+def test_a_text_that_parts_is_named_with_the_gap_of_whichever_run_knows_it(
+    here: float | None, there: float | None, text: str, cli, tmp_path: Path
+) -> None:
+    for name, token, gap in (("a", 1, there), ("b", 7, here)):
+        result = a_result(1, 1)
+        results = [
+            replace(r, turn=i, tokens=(0, token, *r.tokens[2:]), gaps=None if gap is None else (gap,) * len(r.tokens))
+            for i, r in enumerate(result.sizes[0].results)
+        ]
+        size = replace(result.sizes[0], results=tuple(results))
+        settings = {**result.settings, "dtype": "bfloat16", "temperature": 0.0}
+        (tmp_path / f"{name}.json").write_text(json.dumps(replace(result, settings=settings, sizes=(size,)).to_dict()))
+    _, out, _ = cli("--compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert f"b.json PP 1 leaves a.json PP 1 at token 2 of prompt q0: {text}" in out
+    assert f"at token 2 of prompt q1, turn 2: {text}" in out
+
+
 @pytest.mark.slow
 def test_a8_sizes_are_compared_prompt_by_prompt_and_agree(config: EvalConfig) -> None:
     result, _ = measured(replace(config, pp=(1, 2, 4), max_new_tokens=24))

@@ -200,11 +200,15 @@ def _category(row: Any) -> tuple[str, str, str]:
 
 
 def _divergence(found: Any) -> str:
-    gap = "" if found.gap is None else f", its two best logits {found.gap:.2g} apart"
+    # A server tells none. The larger one decides.
+    known = [gap for gap in (found.gap, found.other_gap) if gap is not None]
+    gap = f", the two best logits {max(known):.2g} apart" if known else ""
     why = {True: "; rounding can do that", False: "; too far apart for rounding", None: ""}[found.is_near]
+    token, other = ("ended" if token is None else token for token in (found.token, found.other_token))
+    turn = f", turn {found.turn + 1}" if found.turn else ""
     return (
-        f"{found.size} leaves {found.against} at token {found.index + 1} of prompt {found.id}: "
-        f"{found.token} for {found.other_token}{gap}{why}"
+        f"{found.size} leaves {found.against} at token {found.index + 1} of prompt {found.id}{turn}: "
+        f"{token} for {other}{gap}{why}"
     )
 
 

@@ -22,6 +22,7 @@ import torch
 
 from specctl.core.chat import own_bos, with_one_bos
 from specctl.core.device import is_gpu
+from specctl.core.products import quick_linears
 from specctl.core.target import LoadedTarget, load_tokenizer
 from specctl.errors import InputError, MachineError, TargetError
 from specctl.records.dialogue import Answer, Answered, Dialogue, Sampling, next_question
@@ -194,7 +195,8 @@ def generate(prompts: Sequence[Prompt], speaker: Speaker, *, sampling: Sampling,
     device, model = speaker.target.device, cast(Any, speaker.target.model)
     try:
         # transformers samples from the global generator, which fork_rng puts back afterwards.
-        with torch.inference_mode(), torch.random.fork_rng(devices=[device] if is_gpu(device) else []):
+        quick = quick_linears(model)
+        with quick, torch.inference_mode(), torch.random.fork_rng(devices=[device] if is_gpu(device) else []):
             torch.manual_seed(seed)
             out_BT = model.generate(
                 input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device), generation_config=settings

@@ -161,7 +161,7 @@ def _divergences(found: Sequence[Divergence], decode: Decode | None) -> str:
         [
             d.id if not d.turn else f"{d.id}, turn {d.turn + 1}",
             d.size,
-            str(d.index),
+            str(d.index + 1),
             f"{_token(d.token, decode)} / {_token(d.other_token, decode)}",
             f"{_number(d.gap, 4)} / {_number(d.other_gap, 4)}",
             {None: "", True: "rounding can explain it", False: "too far for rounding"}[d.is_near],
