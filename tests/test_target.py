@@ -73,14 +73,8 @@ def test_the_dtype_of_states_is_the_compute_dtype_never_a_storage_dtype(tmp_path
     quantized = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     for dtype, expected in (("int8", "bfloat16"), ("float8_e4m3fn", "bfloat16"), ("float16", "float16")):
         folder = altered(tmp_path / dtype, dtype=dtype, quantization_config=quantized)
-        config = json.loads((folder / "config.json").read_text())
-        assert describe_raw(config) == (expected, "compressed-tensors")
-
-
-def describe_raw(config: dict[str, Any]) -> tuple[str, str]:
-    from specctl.core.target import _compute_dtype
-
-    return _compute_dtype(config, config), config["quantization_config"]["quant_method"]
+        spec = describe_target(str(folder))
+        assert (spec.compute_dtype, spec.quantization) == (expected, "compressed-tensors")
 
 
 def test_both_spellings_of_the_dtype_are_read(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from specctl.core import gguf
 from specctl.core.decoder import Decoder, find_decoder
 from specctl.core.device import DTYPES
 from specctl.core.quiet import quiet_transformers
+from specctl.core.weightcheck import quantization_of, refuse_differing, refuse_packed, stored_dtype
 from specctl.errors import MachineError, NotSupportedError, SpecctlError, TargetError
 from specctl.records.target import TargetSpec, text_settings
 
@@ -79,10 +80,9 @@ def describe_target(
         hidden_size=_size(text, text_config, "hidden_size", "n_embd", "d_model", "dim"),
         vocab_size=_size(text, text_config, "vocab_size"),
         # Dequantised weights are kept in float32; nobody computes a 4-bit model in that unasked.
-        compute_dtype="bfloat16" if gguf_file else _compute_dtype(raw, text),
-        quantization=(raw.get("quantization_config") or text.get("quantization_config") or {}).get("quant_method")
-        or ("gguf" if gguf_file else None),
-        is_tied=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", text_config.tie_word_embeddings))),
+        compute_dtype="bfloat16" if gguf_file else _compute_dtype(raw, text, folder),
+        quantization="gguf" if gguf_file else quantization_of(folder, (raw, text)),
+        is_tied=_is_tied(raw, text, text_config),
         config_hash=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest(),
         weights_fingerprint=fingerprint,
         weights_bytes=weights,
@@ -125,13 +125,17 @@ def load_target(
 ) -> LoadedTarget:
     """The target's weights in `dtype` on `device`, or this rank's part under `distributed_config`.
 
-    Raises TargetError when tensors are missing: transformers would fill them with random values.
+    Raises TargetError where checkpoint and model do not have the same tensors, NotSupportedError for numbers
+    that transformers would misread (`weightcheck`).
     """
     quiet_transformers()
     config = _auto_config(Path(spec.path), trust_remote_code)
     from safetensors import SafetensorError
 
-    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+    refuse_packed(spec)
+    # Without the error that transformers has for other shapes, which names no tensor.
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "ignore_mismatched_sizes": True}
+    options["trust_remote_code"] = trust_remote_code
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
     elif device.type != "cpu":
@@ -155,10 +159,11 @@ def load_target(
         if isinstance(error, SpecctlError):
             raise
         raise TargetError(f"cannot load the target's weights: {_first_line(error)}", where=spec.path) from error
-    _refuse_missing(info, spec, is_part=distributed_config is not None)
+    decoder = find_decoder(model, spec.num_layers)
+    refuse_differing(info, model, spec, path=decoder.path, is_part=distributed_config is not None)
     model.eval()
     model.requires_grad_(False)
-    return LoadedTarget(spec, model, find_decoder(model, spec.num_layers), device, DTYPES[dtype])
+    return LoadedTarget(spec, model, decoder, device, DTYPES[dtype])
 
 
 def resolve(name: str, revision: str | None = None, *, is_whole: bool = True) -> tuple[Path, str | None]:
@@ -247,35 +252,29 @@ def _auto_class(config: Any, trust_remote_code: bool) -> Any:
     return AutoModelForImageTextToText
 
 
+def _is_tied(raw: Mapping[str, Any], text: Mapping[str, Any], config: Any) -> bool:
+    key = "tie_word_embeddings"
+    return bool(text.get(key, raw.get(key, getattr(config, key, False))))
+
+
 def _size(raw: Mapping[str, Any], config: Any, *keys: str) -> int:
-    for key in keys:
-        value = raw.get(key, getattr(config, key, None))
+    """What is written comes first: a property may count otherwise, as LongCat's counts each layer twice."""
+    for value in (*(raw.get(key) for key in keys), *(getattr(config, key, None) for key in keys)):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     raise TargetError(f"`config.json` states no `{keys[0]}`")
 
 
-def _compute_dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    """The dtype of activations: the configured float, never a storage dtype like int8 or float8."""
+def _compute_dtype(raw: Mapping[str, Any], text: Mapping[str, Any], folder: Path) -> str:
+    """The dtype of activations: the configured float, never a storage dtype like int8 or float8; else the weights'."""
     for config in (text, raw):
         for key in ("dtype", "torch_dtype"):
             value = str(config.get(key) or "").removeprefix("torch.")
             if value in DTYPES:
                 return value
-    return "bfloat16" if raw.get("quantization_config") else "float32"
-
-
-def _refuse_missing(info: Mapping[str, Any], spec: TargetSpec, *, is_part: bool) -> None:
-    missing = sorted(info.get("missing_keys") or ())
-    if missing and not is_part:
-        raise TargetError(
-            f"the checkpoint lacks {len(missing)} tensors that `{spec.architecture}` has, first `{missing[0]}`",
-            where=spec.path,
-            hint="they would be filled with random values; is the download complete?",
-        )
-    mismatched = sorted(str(m) for m in info.get("mismatched_keys") or ())
-    if mismatched:
-        raise TargetError(f"tensors have other shapes than the configuration: {mismatched[0]}", where=spec.path)
+    if raw.get("quantization_config"):
+        return "bfloat16"
+    return stored_dtype(folder) or "float32"
 
 
 def _first_line(error: BaseException) -> str:
