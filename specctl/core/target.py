@@ -163,6 +163,8 @@ def load_target(
     refuse_differing(info, model, spec, path=decoder.path, is_part=distributed_config is not None)
     model.eval()
     model.requires_grad_(False)
+    for config in (model.config, model.config.get_text_config()):
+        config.return_dict = True  # a config.json may ask for tuples
     return LoadedTarget(spec, model, decoder, device, DTYPES[dtype])
 
 

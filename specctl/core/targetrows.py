@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from specctl.core.capture import Recorder, owned_slots, record
+from specctl.core.logits import logit_rule, makes_logits
 from specctl.core.placement import Placement, stage_layers
 from specctl.core.products import quick_linears
 from specctl.core.ragged import Frame, RowsCache
 from specctl.core.target import LoadedTarget
-from specctl.core.teaching import SCALES, logit_scale
+from specctl.errors import NotSupportedError
 from specctl.records.layers import NORM
 
 KINDS = frozenset(("full_attention", "sliding_attention"))
@@ -45,15 +46,22 @@ class TargetRows:
         # transformers renamed the argument in 5.24.
         self._cache_name = "cache" if "cache" in known else "past_key_values"
         self._takes_positions = "position_ids" in known
-        config = target.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self._scale = logit_scale({key: getattr(config, key, None) for key in (*SCALES, "model_type")})
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._rule = logit_rule(target.model.config.get_text_config())  # type: ignore[operator, union-attr]
+        self._has_window = _has_window(target.decoder.caller)
         self._entered = ExitStack()
 
     def __enter__(self) -> TargetRows:
+        """Raises NotSupportedError for a whole target whose logits specctl cannot make."""
         model: Any = self.target.model
         self._entered.enter_context(record(self.target.decoder, self._owned, self._recorder, model=model))
         self._entered.enter_context(quick_linears(model))
+        if self.placement.num_stages == 1 and not makes_logits(self.target, self.logits):
+            self._entered.close()
+            raise NotSupportedError(
+                f"`{type(model).__name__}` makes its logits by more than its head, and specctl does not know how",
+                where=self.target.spec.path,
+                hint="measure on a server: `--engine vllm` or `--engine sglang`",
+            )
         if not self.placement.is_first_stage:
             layer = self.target.decoder.layers[0]
             handle = layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
@@ -105,12 +113,7 @@ class TargetRows:
     def logits(self, normed_ND: torch.Tensor) -> torch.Tensor:
         """[N, V] in fp32, by the target's own head, on the last stage."""
         head = self.target.model.get_output_embeddings()  # type: ignore[operator]
-        out: torch.Tensor = head(normed_ND).float()
-        factor, divisor = self._scale
-        out = out if factor == 1 else out * factor
-        out = out if divisor == 1 else out / divisor
-        cap = self._softcap
-        return out if cap is None else (out / cap).tanh() * cap
+        return self._rule(head(normed_ND).float())
 
     def _unpack(self, received: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if received is None:
@@ -133,10 +136,20 @@ class TargetRows:
         """The attention masks, of each kind of layer where there is more than one."""
         config, dtype = self.target.model.config.get_text_config(), self.target.dtype  # type: ignore[operator, union-attr]
         kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
+        window = getattr(config, "sliding_window", None) if self._has_window else None
         if len(kinds) > 1:
             return {kind: frame.bias(window if "sliding" in kind else None, dtype) for kind in kinds}
         return frame.bias(window if not kinds or kinds == {"sliding_attention"} else None, dtype)
+
+
+def _has_window(caller: nn.Module) -> bool:
+    """Whether this class makes masks of a window: a `sliding_window` left over in a configuration of another does
+    nothing, in transformers as here.
+    """
+    try:
+        return "sliding_window" in inspect.getsource(type(caller))
+    except (OSError, TypeError):
+        return True
 
 
 def can_cache(target: LoadedTarget) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specctl.core import gguf
+from specctl.core.logits import logit_rule
 from specctl.core.losses import Teacher, make_teacher
 from specctl.core.target import resolve, weights_fingerprint
 from specctl.errors import NotSupportedError, TargetError
@@ -22,9 +23,6 @@ from specctl.records.target import text_settings
 HEAD_BIASES = tuple(name.replace(".weight", ".bias") for name in HEADS)
 
 _TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling")
-"""What configs call a number that logits are scaled by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,13 @@ def read_parts(name: str, revision: str | None = None) -> TargetParts:
     _refuse_bias(folder)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _, text = text_settings(raw)
-    factor, divisor = logit_scale(text)
+    rule = logit_rule(_configured(folder) or text)
     return TargetParts(
         files=files,
         embedding=mapped(files.embedding),
         head=mapped(files.lm_head),
-        scale=factor / divisor,
-        softcap=text.get("final_logit_softcapping"),
+        scale=rule.scale,
+        softcap=rule.cap,
         settings=text,
         fingerprint=fingerprint,
     )
@@ -97,17 +95,14 @@ def mapped(entry: TensorEntry) -> torch.Tensor:
     return data.view(dtype).reshape(entry.shape)
 
 
-def logit_scale(text: Mapping[str, Any]) -> tuple[float, float]:
-    """What logits are multiplied by and divided by: Cohere, Falcon-H1 and HyperCLOVA X multiply, Granite divides."""
-    factor = divisor = 1.0
-    for key in SCALES:
-        if not isinstance(text.get(key), (int, float)):
-            continue
-        if key == "logits_scaling" and text.get("model_type") != "hyperclovax":
-            divisor *= float(text[key])
-        else:
-            factor *= float(text[key])
-    return factor, divisor
+def _configured(folder: Path) -> Any:
+    """The text configuration with its class's defaults, or None where transformers has no such class."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _refuse_bias(folder: Path) -> None:
