@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from specctl.core.decoder import find_decoder
+from specctl.core.flow import why_no_stages
 from specctl.core.placement import check_sizes, stage_layers
 from specctl.core.target import empty_model
 from specctl.errors import NotSupportedError, TargetError
@@ -26,6 +27,9 @@ def check_split(spec: TargetSpec, *, pp: int, tp: int, trust_remote_code: bool =
     decoder = find_decoder(model, spec.num_layers)
     if pp > 1:
         _check_stages(model, spec, decoder.path, pp)
+        reason = why_no_stages(spec, trust_remote_code=trust_remote_code)
+        if reason is not None:
+            raise _no_stages(model, spec, reason)
         if spec.num_layers % pp:
             return f"{spec.num_layers} layers on {pp} stages: {', '.join(map(str, stage_layers(spec.num_layers, pp)))}"
     if tp > 1:
@@ -39,17 +43,21 @@ def _check_stages(model: nn.Module, spec: TargetSpec, path: str, pp: int) -> Non
     parts = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(base, name)]
     if path != expected or parts:
         what = f"its layers are at `{path}`, not at `{expected}`" if path != expected else f"it has no `{parts[0]}`"
-        raise NotSupportedError(
-            f"`{type(model).__name__}` cannot run on pipeline stages: {what}, where transformers splits",
-            where=spec.path,
-            hint="run it with `--pp 1`; several processes can share the samples under torchrun",
-        )
+        raise _no_stages(model, spec, f"{what}, where transformers splits")
     if spec.quantization not in (None, "gguf"):
         raise NotSupportedError(
             f"a target quantized with `{spec.quantization}` cannot be split over {pp} stages by transformers",
             where=spec.path,
             hint="run it with `--pp 1`, or use the unquantized weights",
         )
+
+
+def _no_stages(model: nn.Module, spec: TargetSpec, reason: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"`{type(model).__name__}` cannot run on pipeline stages: {reason}",
+        where=spec.path,
+        hint="run it with `--pp 1`; several processes can share the samples under torchrun",
+    )
 
 
 def _check_tensor_parallel(model: nn.Module, spec: TargetSpec, tp: int) -> None:
