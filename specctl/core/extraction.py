@@ -23,6 +23,7 @@ from torch import nn
 
 from specctl.core.capture import owned_slots, record, require_all
 from specctl.core.device import is_gpu, pick_device, release_host_memory, synchronize
+from specctl.core.lengths import forget_lengths, length_rule
 from specctl.core.parallel import Hop, StageGroup
 from specctl.core.placement import Placement, distributed_config
 from specctl.core.plan import Batch, PlannedShard, plan_batches
@@ -98,16 +99,18 @@ class ExtractJob:
         reporter: Reporter,
     ) -> None:
         background = Background(self.writer(spool, placement).finish)
-        stage = Stage(target, self.slots, placement)
+        stage, rule = Stage(target, self.slots, placement), length_rule(self.spec.path)
         room = max((shard.num_tokens for shard in shards), default=0)
         buffers = [stage.buffers(room) for _ in range(min(2, len(shards)))]
         try:
             with stage.recording():
                 for turn, shard in enumerate(shards):
                     states = buffers[turn % 2]
-                    batches = plan_batches(spool, shard, batch_tokens=self.batch_tokens)
+                    batches = plan_batches(spool, shard, batch_tokens=self.batch_tokens, rule=rule)
                     following = shards[turn + 1] if turn + 1 < len(shards) else None
-                    after = plan_batches(spool, following, batch_tokens=self.batch_tokens)[:1] if following else []
+                    after = []
+                    if following is not None:
+                        after = plan_batches(spool, following, batch_tokens=self.batch_tokens, rule=rule)[:1]
                     for batch, coming in zip_longest(batches, [*batches[1:], *after]):
                         stage.run(spool, batch, states, coming=coming)
                         reporter.advance(batch.end - batch.begin)
@@ -168,6 +171,7 @@ class Stage:
             self._hop.expect((len(coming.samples), coming.width, size))
         self._stream = self._hop.receive()
         self._sink.aim(batch, states, self._target.model)
+        forget_lengths(self._target.model)
         try:
             output = self._forward(pad_right([spool.input_ids(i) for i in batch.samples]).to(self._target.device))
         except torch.OutOfMemoryError as error:

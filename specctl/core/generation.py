@@ -22,6 +22,7 @@ import torch
 
 from specctl.core.chat import own_bos, with_one_bos
 from specctl.core.device import is_gpu
+from specctl.core.lengths import forget_lengths
 from specctl.core.products import quick_linears
 from specctl.core.target import LoadedTarget, load_tokenizer
 from specctl.errors import InputError, MachineError, TargetError
@@ -193,6 +194,7 @@ def generate(prompts: Sequence[Prompt], speaker: Speaker, *, sampling: Sampling,
     limits = [min(sampling.max_new_tokens, p.room or sampling.max_new_tokens) for p in prompts]
     settings = _settings(sampling, speaker, max(limits))
     device, model = speaker.target.device, cast(Any, speaker.target.model)
+    forget_lengths(model)
     try:
         # transformers samples from the global generator, which fork_rng puts back afterwards.
         quick = quick_linears(model)

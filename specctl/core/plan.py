@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from specctl.core.lengths import LengthRule
 from specctl.core.samples import Spool
 
 
@@ -79,28 +80,31 @@ def plan_shards(
     return shards
 
 
-def plan_batches(spool: Spool, shard: PlannedShard, *, batch_tokens: int) -> list[Batch]:
+def plan_batches(
+    spool: Spool, shard: PlannedShard, *, batch_tokens: int, rule: LengthRule | None = None
+) -> list[Batch]:
     """The batches that fill a shard, in row order."""
     lengths = [int(spool.lengths[i]) for i in shard.samples]
     batches: list[Batch] = []
     begin = 0
-    for first, end in cut_batches(lengths, batch_tokens=batch_tokens):
+    for first, end in cut_batches(lengths, batch_tokens=batch_tokens, rule=rule):
         batches.append(Batch(shard.samples[first:end], tuple(lengths[first:end]), begin))
         begin = batches[-1].end
     return batches
 
 
-def cut_batches(lengths: Sequence[int], *, batch_tokens: int) -> list[tuple[int, int]]:
+def cut_batches(lengths: Sequence[int], *, batch_tokens: int, rule: LengthRule | None = None) -> list[tuple[int, int]]:
     """Cut samples, longest first, into ranges [first, end) of at most `batch_tokens` padded tokens.
 
     A sample longer than that runs alone. A batch ends where padding would pass an eighth of a row:
-    more padding costs more than a smaller batch does.
+    more padding costs more than a smaller batch does; and where `rule` keeps rows apart.
     """
     ranges: list[tuple[int, int]] = []
     first = 0
     for i, length in enumerate(lengths):
         width = lengths[first]
-        if i > first and ((i - first + 1) * width > batch_tokens or length < width * 7 // 8):
+        is_apart = rule is not None and rule.parts(width, length)
+        if i > first and ((i - first + 1) * width > batch_tokens or length < width * 7 // 8 or is_apart):
             ranges.append((first, i))
             first = i
     return [*ranges, (first, len(lengths))]

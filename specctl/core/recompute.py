@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specctl.core.decoder import stream_of
+from specctl.core.lengths import forget_lengths
 from specctl.core.target import LoadedTarget
 from specctl.errors import TargetError
 from specctl.records.layers import NORM
@@ -74,6 +75,7 @@ def reference_states(
     `hidden_states[b]` is boundary b for b < N and the normed state for b = N; boundary N itself is
     not in that list and is left out. `norm` is always there when the model returns states at all.
     """
+    forget_lengths(target.model)
     output = target.decoder.caller(input_ids=ids_BT.to(target.device), use_cache=False, output_hidden_states=True)
     hidden = getattr(output, "hidden_states", None)
     if hidden is None:

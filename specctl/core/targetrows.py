@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from specctl.core.capture import Recorder, owned_slots, record
+from specctl.core.lengths import forget_lengths
 from specctl.core.logits import logit_rule, makes_logits
 from specctl.core.placement import Placement, stage_layers
 from specctl.core.products import quick_linears
@@ -78,6 +79,7 @@ class TargetRows:
 
     def new_cache(self) -> RowsCache | None:
         """An empty cache for some rows; None for a target that reads its rows again each time."""
+        forget_lengths(self.target.model)
         return RowsCache(self.target.spec.num_layers) if self.can_cache else None
 
     @torch.inference_mode()

@@ -107,6 +107,7 @@ def _existing(config: ExtractConfig, setup: Setup) -> Manifest:
 def _measured(config: ExtractConfig, setup: Setup, spool: Spool, shards: Sequence[PlannedShard]) -> float:
     from specctl.core.device import pick_device
     from specctl.core.extraction import measure_speed
+    from specctl.core.lengths import length_rule
     from specctl.core.plan import plan_batches
     from specctl.core.target import load_target
 
@@ -116,7 +117,8 @@ def _measured(config: ExtractConfig, setup: Setup, spool: Spool, shards: Sequenc
         device=pick_device(config.device),
         trust_remote_code=config.trust_remote_code,
     )
-    batches = plan_batches(spool, shards[0], batch_tokens=setup.batch_tokens)
+    rule = length_rule(setup.spec.path)
+    batches = plan_batches(spool, shards[0], batch_tokens=setup.batch_tokens, rule=rule)
     spread = batches[:: max(1, len(batches) // 8)]  # long and short samples alike
     return measure_speed(target, spool, spread, setup.settings["slots"], MEASURE_S)
 

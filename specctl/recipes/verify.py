@@ -147,7 +147,7 @@ def _recompute(
     )
     worst: dict[str, SlotMatch] = {}
     gaps: dict[str, float] = {}
-    samples = list(_spread(Path(config.folder), manifest, config.samples))
+    samples = list(_spread(Path(config.folder), manifest, config.samples, target.spec.path))
     reporter.start("recomputing", len(samples), "samples")
     for rows, row, stored in samples:
         states = {slot: to_torch(array, dtype) for slot, array in stored.items()}
@@ -162,11 +162,14 @@ def _recompute(
     return tuple(worst[s] for s in manifest.slots if s in worst), gaps, len(samples)
 
 
-def _spread(folder: Path, manifest: Manifest, count: int) -> Iterator[tuple[list[Any], int, dict[str, Any]]]:
+def _spread(
+    folder: Path, manifest: Manifest, count: int, target: str
+) -> Iterator[tuple[list[Any], int, dict[str, Any]]]:
     """`count` samples spread over the shards: the ids of the batch each was in, its row there, its states."""
+    from specctl.core.lengths import length_rule
     from specctl.core.plan import cut_batches
 
-    store = plugins.load_store(manifest.settings["format"])
+    store, rule = plugins.load_store(manifest.settings["format"]), length_rule(target)
     entries = [e for e in manifest.shards if e.rows]
     total = sum(e.rows for e in entries)
     wanted = sorted({total * i // count for i in range(count)})
@@ -180,7 +183,8 @@ def _spread(folder: Path, manifest: Manifest, count: int) -> Iterator[tuple[list
         offsets, ids = shard.offsets(), shard.input_ids()
         samples = [ids[int(a) : int(b)] for a, b in pairwise(offsets)]
         columns = {slot: shard.slot(slot) for slot in manifest.slots}
-        batches = cut_batches([len(s) for s in samples], batch_tokens=int(manifest.provenance["batch_tokens"]))
+        size = int(manifest.provenance["batch_tokens"])
+        batches = cut_batches([len(s) for s in samples], batch_tokens=size, rule=rule)
         for i in mine:
             first, end = next((a, b) for a, b in batches if a <= i < b)
             rows = slice(int(offsets[i]), int(offsets[i + 1]))
