@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers as tf
+from conftest import chat_rows
+from train_parts import extracted
 
-from fixtures.make import make_tiny
+from fixtures.make import IDS, VOCAB_SIZE, fill, make_tiny, tokenizer
 from specctl import plugins
 from specctl.cli.app import run
 from specctl.core import folder as folders
@@ -251,3 +255,19 @@ def test_what_is_no_shard_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"format_version": 1}')
     with pytest.raises(ShardError, match="is not a manifest of specctl"):
         check(tmp_path)
+
+
+def test_a_state_space_model_that_lists_its_states_from_the_first_layers_output_on_is_proven(tmp_path: Path) -> None:
+    """Mamba's `hidden_states[0]` is what layer 0 gives, not what it takes."""
+    model = tf.MambaForCausalLM(
+        tf.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, state_size=4, num_hidden_layers=3, **IDS)
+    )
+    with torch.no_grad():
+        fill(model, 0)
+    model.save_pretrained(tmp_path / "mamba")
+    tokenizer().save_pretrained(tmp_path / "mamba")
+    target = str(tmp_path / "mamba")
+    shards = extracted(target, chat_rows(4), tmp_path, layers="all,norm")
+    report = verify(VerifyConfig(shards, target=target), SilentReporter())
+    assert report.faults == ()
+    assert {match.slot for match in report.recomputed} == {"1", "2", "3", "norm"}

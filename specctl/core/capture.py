@@ -7,6 +7,7 @@ whether the caller passed `input_ids` or `inputs_embeds` do not matter (vllm-pro
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,3 +117,8 @@ def _send(sink: Sink, slot: str, stream: torch.Tensor | None, layer: nn.Module) 
             f"slot `{slot}`: `{type(layer).__name__}` gave no floating-point tensor, so there are no hidden states"
         )
     sink(slot, stream)
+
+
+def forward_options(caller: nn.Module) -> dict[str, Any]:
+    """No cache is kept: nothing is generated. A model's own code may not know the option."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(caller.forward).parameters else {}

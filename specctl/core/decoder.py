@@ -15,7 +15,9 @@ from torch import nn
 
 from specctl.errors import TargetError
 
-OTHER_MODALITIES = ("vision", "visual", "audio", "image", "speech", "talker", "code_predictor", "encoder", "mtp")
+OTHER_MODALITIES = ("vision", "visual", "audio", "image", "speech", "talker", "code_predictor", "mtp")
+ENCODER = "encoder"
+"""The part of another modality, or, in ChatGLM's own code, the decoder: taken where nothing else fits."""
 PLACEHOLDERS = ("PipelineIdentityLayer", "PPMissingLayer", "Identity")
 
 
@@ -43,11 +45,12 @@ def find_decoder(model: nn.Module, num_layers: int) -> Decoder:
 
     Raises TargetError naming the class when no ModuleList fits, or more than one.
     """
-    found = [
+    fitting = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and _is_text(name)
     ]
+    found = [(name, module) for name, module in fitting if ENCODER not in name] or fitting
     # A list inside a layer (experts, say) may have the same length: the outermost is meant.
     outer = [(n, m) for n, m in found if not any(n.startswith(f"{o}.") for o, _ in found)]
     if len(outer) != 1:

@@ -7,7 +7,6 @@ causal path. Rows of padding are never copied.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from specctl.core.capture import owned_slots, record, require_all
+from specctl.core.capture import forward_options, owned_slots, record, require_all
 from specctl.core.device import is_gpu, pick_device, release_host_memory, synchronize
 from specctl.core.lengths import forget_lengths, length_rule
 from specctl.core.parallel import Hop, StageGroup
@@ -135,7 +134,7 @@ class Stage:
         owned = owned_slots(slots, target.decoder.owned, is_last_stage=placement.is_last_stage)
         self.owned = owned if placement.is_recorder else ()
         self._hop = Hop(placement, target.device, target.dtype)
-        self._options = _forward_options(target.decoder.caller)
+        self._options = forward_options(target.decoder.caller)
         self._stream: torch.Tensor | None = None
         self._is_first_batch = True
         self._sink = RowSink()
@@ -263,8 +262,3 @@ def measure_speed(
                 break
         synchronize(target.device)
     return tokens / (time.perf_counter() - began)
-
-
-def _forward_options(caller: nn.Module) -> dict[str, Any]:
-    """No cache is kept: nothing is generated. A model's own code may not know the option."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(caller.forward).parameters else {}

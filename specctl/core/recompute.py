@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from specctl.core.capture import forward_options
 from specctl.core.decoder import stream_of
 from specctl.core.lengths import forget_lengths
 from specctl.core.target import LoadedTarget
@@ -73,16 +74,31 @@ def reference_states(
     """Each slot [length, D] of one row as plain transformers gives it, final-norm convention translated.
 
     `hidden_states[b]` is boundary b for b < N and the normed state for b = N; boundary N itself is
-    not in that list and is left out. `norm` is always there when the model returns states at all.
+    not in that list and is left out. State-space models (Mamba, RWKV) list no boundary 0: all others stand one
+    place earlier, and N is there. `norm` is always there when the model returns states at all.
     """
     forget_lengths(target.model)
-    output = target.decoder.caller(input_ids=ids_BT.to(target.device), use_cache=False, output_hidden_states=True)
+    left: list[torch.Tensor | None] = []
+
+    def note(_layer: nn.Module, _args: Any, output: Any) -> None:
+        left.append(stream_of(output))
+
+    handle = target.decoder.layers[0].register_forward_hook(note)
+    try:
+        output = target.decoder.caller(
+            input_ids=ids_BT.to(target.device), output_hidden_states=True, **forward_options(target.decoder.caller)
+        )
+    finally:
+        handle.remove()
     hidden = getattr(output, "hidden_states", None)
     if hidden is None:
         return {}
     num_layers = target.spec.num_layers
-    kept = {slot: int(slot) for slot in slots if slot != NORM and int(slot) < num_layers} | {NORM: num_layers}
-    return {slot: hidden[index][row, :length].cpu() for slot, index in kept.items()}
+    first = left[0] if left else None
+    shift = int(first is not None and torch.equal(hidden[0], first))
+    boundaries = range(shift, num_layers + shift)
+    kept = {slot: int(slot) - shift for slot in slots if slot != NORM and int(slot) in boundaries} | {NORM: num_layers}
+    return {slot: hidden[index][row, :length].cpu() for slot, index in kept.items() if index < len(hidden)}
 
 
 @torch.inference_mode()
@@ -124,7 +140,7 @@ def final_norm(target: LoadedTarget) -> Callable[[torch.Tensor], Any]:
     handles = [m.register_forward_hook(note) for m in caller.children() if m is not target.decoder.layers]
     handles.append(target.decoder.layers[-1].register_forward_hook(note_last))
     try:
-        output = caller(input_ids=torch.arange(1, 5, device=target.device)[None])
+        output = caller(input_ids=torch.arange(1, 5, device=target.device)[None], **forward_options(caller))
     finally:
         for handle in handles:
             handle.remove()
@@ -156,7 +172,7 @@ def _logits_with(target: LoadedTarget, ids: torch.Tensor, final_TD: torch.Tensor
         raise TargetError(f"`{type(target.model).__name__}` names no output head")
     handle = head.register_forward_pre_hook(replace)
     try:
-        logits: torch.Tensor = target.model(input_ids=ids).logits[0]
+        logits: torch.Tensor = target.model(input_ids=ids, **forward_options(target.model)).logits[0]
     finally:
         handle.remove()
     return logits.float().log_softmax(-1)
