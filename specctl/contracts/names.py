@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from specctl.files.serverview import PREFIXES, canonical, shape_text
+from specctl.files.serverview import bare, canonical, shape_text
 from specctl.files.subject import SCALE_ENDINGS, Subject
 from specctl.records.contract import Found, Level, Repair, rule, rules_in
 from specctl.records.head import HeadConfig, optional_shapes, required_shapes
@@ -29,21 +29,20 @@ SGLANG_LAYERS_SINCE: Final[Version] = (0, 5, 12)
 def name_prefix(subject: Subject) -> Iterator[Found]:
     allowed = ("model.",) if subject.runtime == "sglang" else ()
     prefixed = {
-        name: name.split(".", 1)[1]
+        name: bare(name)
         for name in subject.checkpoint.tensors
-        if name.startswith(PREFIXES) and not name.startswith(allowed or ("\0",))
+        if bare(name) != name and not (name.startswith(allowed) and bare(name) == name.split(".", 1)[1])
     }
     if prefixed:
         first = min(prefixed)
-        stripped = {name: _bare(name) for name in prefixed}
-        is_clear = len({*stripped.values()} | (set(subject.checkpoint.tensors) - set(prefixed))) == len(
+        is_clear = len({*prefixed.values()} | (set(subject.checkpoint.tensors) - set(prefixed))) == len(
             subject.checkpoint.tensors
         )
         yield Found(
             subject.place(next(k for k, v in subject.names.items() if v == first)),
-            f"`{stripped[first]}`",
+            f"`{prefixed[first]}`",
             f"`{first}`, and {len(prefixed) - 1} more with a prefix" if len(prefixed) > 1 else f"`{first}`",
-            repair=Repair(rename=stripped) if is_clear else None,
+            repair=Repair(rename=prefixed) if is_clear else None,
         )
 
 
@@ -144,12 +143,6 @@ def _has_rule(name: str, head: HeadConfig) -> bool:
     """Norms without their flag are FC_NORM_UNFLAGGED and INPUT_NORM_UNFLAGGED."""
     is_state_norm = name.startswith("fc_norm.") and not head.fc_norm
     return is_state_norm or (name == "input_norm.weight" and not head.norm_before_fc)
-
-
-def _bare(name: str) -> str:
-    while name.startswith(PREFIXES):
-        name = name.split(".", 1)[1]
-    return name
 
 
 def _is_layer_of(name: str, count: int) -> bool:

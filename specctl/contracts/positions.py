@@ -5,6 +5,7 @@ from typing import Final
 
 from specctl.files.subject import Subject
 from specctl.records.contract import Found, Level, Repair, rule, rules_in
+from specctl.records.rope import FROM_LENGTH, ORIGINAL, both_spellings, rope_of
 
 RAISED_SINCE: Final = (0, 27)
 """vLLM release that raises the draft's length to the target's."""
@@ -30,9 +31,21 @@ def max_positionbrief(subject: Subject) -> Iterator[Found]:
     if type(own) is int and target is not None and own < target:
         is_fatal = subject.runtime == "sglang" or subject.version < RAISED_SINCE
         level: Level | None = "error" if is_fatal else None
-        repair = Repair(set={subject.path("max_position_embeddings"): target})
         where = subject.key("max_position_embeddings")
+        repair = _longer(subject, own, target)
         yield Found(where, f"{target}, as the target", str(own), level=level, repair=repair)
+
+
+def _longer(subject: Subject, own: int, target: int) -> Repair | None:
+    """The target's length, and the old one kept where the rope's frequencies come from it; None where they must."""
+    said = {"max_position_embeddings": target}
+    rope = rope_of(subject.settings)
+    if rope is not None and rope["rope_type"] in FROM_LENGTH and rope.get(ORIGINAL) is None:
+        is_plain = subject.settings.get(ORIGINAL) is None and rope.get("rope_theta") is not None
+        if rope["rope_type"] == "dynamic" or not is_plain:
+            return None
+        said |= both_spellings({**rope, ORIGINAL: own})
+    return Repair(set={subject.path(key): value for key, value in said.items()})
 
 
 @rule(
@@ -76,13 +89,23 @@ def layer_types_length(subject: Subject) -> Iterator[Found]:
     "warning",
     "the draft has a sliding window",
     story="Runtimes differ in whether a draft's window is honoured. A head trained with one and served with full "
-    "attention, or the other way round, changes acceptance by tens of percent with the length of the text.",
-    fix="set `sliding_window` to null if the head was trained on full attention",
+    "attention, or the other way round, changes acceptance by tens of percent with the length of the text. vLLM "
+    "reads the window wherever `layer_types` says sliding_attention: where it is absent the load stops, where it is "
+    "null the layer attends fully.",
+    fix="set `sliding_window` to null, and `layer_types` to full_attention, if the head was trained on full attention",
     source="vllm-project/speculators#684; vLLM 0.33.0 models/llama.py:178-204",
+    since="an error where `layer_types` has sliding_attention and there is no window",
 )
 def sliding_window(subject: Subject) -> Iterator[Found]:
-    window = subject.settings.get("sliding_window")
-    is_off = subject.settings.get("use_sliding_window") is False
+    window, kinds = subject.settings.get("sliding_window"), subject.settings.get("layer_types")
+    slides = isinstance(kinds, list) and "sliding_attention" in kinds
+    if slides and type(window) is not int:
+        found = "nothing" if window is None else repr(window)[:60]
+        expected = "the window of the layers that `layer_types` calls sliding_attention"
+        yield Found(subject.key("sliding_window"), expected, found, level="error")
+        return
+    # What `layer_types` says of a layer, vLLM does, whatever `use_sliding_window` says.
+    is_off = subject.settings.get("use_sliding_window") is False and not slides
     if type(window) is int and not is_off:
         yield Found(subject.key("sliding_window"), "null, for full attention", str(window))
 

@@ -16,6 +16,12 @@ from specctl.records.rope import (
     rope_of,
 )
 
+PARTIAL: Final = ("partial_rotary_factor", "rotary_pct")
+"""The share of a head that turns; vLLM takes the second name for the first (transformers_utils/config.py)."""
+
+ROUNDED: Final = ("F16", "BF16")
+"""A copy of the frequencies in 16 bits, as casting a whole head leaves it, tells nothing, and nobody reads it."""
+
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "default": (),
     "linear": ("factor",),
@@ -67,10 +73,17 @@ def rope_incomplete(subject: Subject) -> Iterator[Found]:
     lists = ("short_factor", "long_factor")
     for key in NEEDED[kind]:
         value = rope.get(key)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
-        if not (isinstance(value, list) if key in lists else is_number):
-            found = "nothing" if value is None else repr(value)[:60]
-            yield Found(subject.key(f"rope_parameters.{key}"), f"a positive number, for rope_type {kind}", found)
+        found = "nothing" if value is None else repr(value)[:60]
+        if key not in lists:
+            if not _is_positive(value):
+                yield Found(subject.key(f"rope_parameters.{key}"), f"a positive number, for rope_type {kind}", found)
+            continue
+        count = None if subject.head is None or _is_partial(subject.settings, rope) else subject.head.head_dim // 2
+        is_right = isinstance(value, list) and all(map(_is_positive, value)) and len(value) == (count or len(value))
+        if not is_right:
+            what = "positive numbers" if count is None else f"{count} positive numbers, half of head_dim"
+            found = f"{len(value)} entries" if isinstance(value, list) and all(map(_is_positive, value)) else found
+            yield Found(subject.key(f"rope_parameters.{key}"), f"{what}, for rope_type {kind}", found)
 
 
 @rule(
@@ -173,9 +186,11 @@ def rope_mrope(subject: Subject) -> Iterator[Found]:
 )
 def rope_partial(subject: Subject) -> Iterator[Found]:
     rope = rope_of(subject.settings) or {}
-    factor = subject.settings.get("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    if isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor != 1:
-        yield Found(subject.key("partial_rotary_factor"), "1, or no such key", str(factor))
+    said = {key: subject.settings.get(key, rope.get(key)) for key in PARTIAL}
+    for key, factor in said.items():
+        if isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor != 1:
+            yield Found(subject.key(key), "1, or no such key", str(factor))
+            return
 
 
 @rule(
@@ -217,7 +232,7 @@ def rope_inv_freq(subject: Subject) -> Iterator[Found]:
         return
     expected = inverse_frequencies(head.rope, head.head_dim)
     stored = subject.values(name)
-    if expected is None or stored is None:
+    if expected is None or stored is None or subject.checkpoint.tensors[name].dtype in ROUNDED:
         return
     if stored.shape != (len(expected),):
         yield Found(f"the weights: {name}", f"[{len(expected)}]", f"{list(stored.shape)}")
@@ -227,6 +242,14 @@ def rope_inv_freq(subject: Subject) -> Iterator[Found]:
         theta = head.rope["rope_theta"]
         found = f"others: the largest ratio is {1 + gap:.3g}" if gap == gap else "numbers that are not finite"
         yield Found(f"the weights: {name}", f"those of rope_theta {theta}", found)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def _is_partial(settings: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
+    return settings.get("partial_rotary_factor", rope.get("partial_rotary_factor")) not in (None, 1, 1.0)
 
 
 def _told(rope: Mapping[str, Any], keys: tuple[str, ...]) -> str:

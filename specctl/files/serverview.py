@@ -8,13 +8,24 @@ from typing import Any, Final
 from specctl.records.runtimes import Runtime, Version
 from specctl.records.target import TargetFacts
 
-PREFIXES: Final = ("model.", "draft_model.", "eagle_module.", "module.")
+PREFIXES: Final = ("model.", "base_model.", "draft_model.", "eagle_module.", "module.")
+WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put anywhere into a name."""
+
+
+def bare(name: str) -> str:
+    """A tensor's name without what trainers and wrappers leave before it and in it."""
+    for wrapper in WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    while name.startswith(PREFIXES):
+        name = name.split(".", 1)[1]
+    return name
 
 
 def canonical(name: str) -> str:
-    """A tensor's name without the prefixes that trainers leave and with `layers.0.` for `midlayer.`."""
-    while any(name.startswith(prefix) for prefix in PREFIXES):
-        name = name.split(".", 1)[1]
+    """A tensor's bare name with `layers.0.` for `midlayer.`."""
+    name = bare(name)
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 

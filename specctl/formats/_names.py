@@ -7,9 +7,9 @@ from typing import Final
 from specctl.errors import InputError
 from specctl.files.checkpoint import Checkpoint
 from specctl.files.regular import shown
+from specctl.files.serverview import bare
 from specctl.files.tensors import Source, TensorEntry
 
-PREFIXES: Final = ("model.", "draft_model.", "eagle_module.", "module.")
 MIDLAYER: Final = "midlayer."
 INV_FREQ: Final = "rotary_emb.inv_freq"
 
@@ -20,8 +20,7 @@ _NORMS: Final = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_
 
 def canonical(name: str) -> str:
     """`name` without what wrappers put before it, with `layers.0.` for `midlayer.`."""
-    while name.startswith(PREFIXES):
-        name = name.split(".", 1)[1]
+    name = bare(name)
     if name.startswith(MIDLAYER):
         return f"layers.0.{name.removeprefix(MIDLAYER)}"
     first, _, rest = name.partition(".")

@@ -14,7 +14,7 @@ from specctl.formats._holds import Holds, require
 from specctl.formats._settings import MARKER
 from specctl.formats._vocab import whole_map
 from specctl.records.head import HeadConfig
-from specctl.records.rope import both_spellings
+from specctl.records.rope import FROM_LENGTH, ORIGINAL, both_spellings
 
 EMBEDDING: Final = "embed_tokens.weight"
 LM_HEAD: Final = "lm_head.weight"
@@ -182,7 +182,14 @@ def _with_positions(config: HeadConfig, asked: Asked, notes: list[str]) -> HeadC
     if longest != own:
         trained = "" if own is None else f"; the head was trained with {own}"
         notes.append(f"`max_position_embeddings` raised to the target's {longest}{trained}")
-    return replace(config, max_position_embeddings=longest)
+    kept = own is not None and longest != own and config.rope.get("rope_type") in FROM_LENGTH
+    if not kept or config.rope.get(ORIGINAL) is not None:
+        return replace(config, max_position_embeddings=longest)
+    if config.rope["rope_type"] == "dynamic":
+        notes[-1:] = [f"`max_position_embeddings` stays {own}: its dynamic rope is made from it"]
+        return config
+    notes.append(f"`{ORIGINAL}` {own} is written, so that the rope stays as it is")
+    return replace(config, max_position_embeddings=longest, rope={**config.rope, ORIGINAL: own})
 
 
 def _are_equal(one: Source, other: Source) -> bool:

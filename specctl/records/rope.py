@@ -14,6 +14,19 @@ MULTIMODAL: Final = ("mrope_section", "mrope_interleaved")
 MAX_FREQUENCIES: Final = 65_536
 """Far above any head; beyond it the numbers are not worth their memory."""
 
+ORIGINAL: Final = "original_max_position_embeddings"
+FROM_LENGTH: Final = ("yarn", "longrope", "dynamic")
+"""Kinds of rope that take `max_position_embeddings` for the length before scaling where they do not say it."""
+
+_SCALED: Final[Mapping[str, Mapping[str, float | None]]] = {
+    "default": {},
+    "dynamic": {},
+    "linear": {"factor": None},
+    "llama3": dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+"""Kinds of rope whose frequencies follow from its own numbers, those numbers, and what stands for an absent one."""
+
 _ATTENTION_KINDS: Final = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 
@@ -71,22 +84,63 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, 
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, *, limit: int = MAX_FREQUENCIES) -> list[float] | None:
-    """inv_freq [head_dim / 2] of an unscaled or linearly scaled rope, in float64.
+    """inv_freq [head_dim / 2] as the modules of transformers begin with them, in float64.
 
-    None for other kinds, for more than `limit` numbers, and where one of them leaves float64: the settings
+    None for longrope, which has two sets, for a yarn that leaves its first length to another key, for a rope that
+    turns a part of the head, for more than `limit` numbers, and where one of them leaves float64: the settings
     are foreign, and a base of 10**400 or a head of 2e8 numbers is no rope.
+    Source: transformers 5.24 `modeling_rope_utils.py`.
     """
-    if rope["rope_type"] not in ("default", "linear") or head_dim // 2 > limit:
+    kind = rope["rope_type"]
+    if kind not in _SCALED or head_dim // 2 > limit or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         return None
-    theta: Any = rope["rope_theta"]
-    factor: Any = rope.get("factor") if rope["rope_type"] == "linear" else 1.0
-    if not all(isinstance(value, int | float) and value > 0 for value in (theta, factor)):
+    numbers = {key: rope.get(key, default) for key, default in {"rope_theta": None, **_SCALED[kind]}.items()}
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in numbers.values()):
         return None
     try:
-        found = [float(theta) ** (-2 * i / head_dim) / float(factor) for i in range(head_dim // 2)]
-    except OverflowError:
+        base = float(numbers["rope_theta"])
+        plain = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        found = _scaled(plain, kind, {key: float(value) for key, value in numbers.items()}, rope)
+    except (OverflowError, ZeroDivisionError, ValueError):
         return None
     return found if all(0 < value < math.inf for value in found) else None
+
+
+def _scaled(plain: list[float], kind: str, numbers: Mapping[str, float], rope: Mapping[str, Any]) -> list[float]:
+    if kind == "linear":
+        return [value / numbers["factor"] for value in plain]
+    if kind == "llama3":
+        return [_of_llama3(value, numbers) for value in plain]
+    if kind == "yarn":
+        return _of_yarn(plain, numbers, is_whole=rope.get("truncate", True))
+    return plain  # a dynamic one is scaled beyond its length alone
+
+
+def _of_llama3(value: float, numbers: Mapping[str, float]) -> float:
+    low, high, factor = numbers["low_freq_factor"], numbers["high_freq_factor"], numbers["factor"]
+    turns = numbers["original_max_position_embeddings"] * value / (2 * math.pi)
+    if turns < low:
+        return value / factor
+    if turns > high:
+        return value
+    share = (turns - low) / (high - low)
+    return (1 - share) * value / factor + share * value
+
+
+def _of_yarn(plain: list[float], numbers: Mapping[str, float], *, is_whole: Any) -> list[float]:
+    size = 2 * len(plain)
+
+    def index_of(turns: float) -> float:
+        length = numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return size * math.log(length) / (2 * math.log(numbers["rope_theta"]))
+
+    low, high = index_of(numbers["beta_fast"]), index_of(numbers["beta_slow"])
+    if is_whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low if high != low else 0.001
+    ramps = (min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain)))
+    return [v / numbers["factor"] * r + v * (1 - r) for v, r in zip(plain, ramps, strict=True)]
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
