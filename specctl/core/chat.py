@@ -30,8 +30,9 @@ from specctl.core.masks import (
     Template,
     UnlocatedError,
     assistant_spans,
-    check_template,
 )
+from specctl.core.templates import check_template
+from specctl.core.thoughts import cut_thought, hidden_call, is_cut_in_thought, with_reasoning
 from specctl.errors import NotSupportedError, TargetError
 from specctl.records.conversation import Conversation, PlainText, Tokenized
 from specctl.records.sample import Dropped, Sample, content_id
@@ -179,15 +180,20 @@ def _from_chat(row: Conversation, encoder: _Encoder) -> Sample | Dropped:
         )
     if (refusal := _unanswered(row)) is not None:
         return refusal
+    messages = [with_reasoning(turn.message(), encoder.template.text) for turn in row.turns]
     try:
-        text, spans = assistant_spans(encoder.template, [turn.message() for turn in row.turns], tools=row.tools)
+        is_open = row.is_cut and is_cut_in_thought(messages[-1])
+        found = cut_thought(row, messages, encoder.template) if is_open else None
+        text, spans = found or assistant_spans(encoder.template, messages, tools=row.tools)
     except RenderError as error:
         return Dropped(row.where, "template_error", error.message)
     except UnlocatedError as error:
         return Dropped(row.where, "no_assistant_span", error.message)
     if not spans:
         return Dropped(row.where, "no_assistant_span", "the template shows none of the answers")
-    if row.is_cut:
+    if (name := hidden_call(messages, text)) is not None:
+        return Dropped(row.where, "tool_call_not_shown", f"the template does not show the call of `{name}`")
+    if row.is_cut and found is None:
         text, spans = _without_end(text, spans, row.turns[-1].content.strip())
     ids, mask = _encoded(text, spans, encoder)
     return _finished(row, ids, mask, encoder)
@@ -254,9 +260,21 @@ def with_one_bos(ids: list[int], bos_id: int | None) -> list[int]:
     return [bos_id, *ids[count:]]
 
 
+def check_ids(ids: Ids | Sequence[int], vocab_size: int | None, tokenizer: Any) -> None:
+    """Raises TargetError for an id that the target's embedding has no row for: tokens were added, and it was not."""
+    highest = int(np.max(ids)) if len(ids) else 0
+    if vocab_size is not None and highest >= vocab_size:
+        raise TargetError(
+            f"the tokenizer gives id {highest} (`{tokenizer.convert_ids_to_tokens(highest)}`), and the target's "
+            f"embedding ends at {vocab_size - 1}",
+            hint="tokens were added to the tokenizer and not to the model; use the tokenizer the target came with",
+        )
+
+
 def _finished(row: Conversation | PlainText | Tokenized, ids: Ids, mask: Mask, encoder: _Encoder) -> Sample | Dropped:
     if not mask.any():
         return Dropped(row.where, "nothing_supervised", "no token is supervised")
+    check_ids(ids, encoder.vocab_size, encoder.tokenizer)
     kept = slice(None, encoder.max_length)
     if encoder.tokenizer.truncation_side == "left":
         kept = slice(max(0, len(ids) - encoder.max_length), None)

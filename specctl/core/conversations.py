@@ -12,18 +12,18 @@ with a value decides what a row is:
 
 `system` or `system_prompt` beside turns becomes their first turn when they have none. A user or system
 role that speaks twice in a row is merged, a blank line between; so is an assistant without tool calls
-and reasoning. Tool results stay apart. A null content is empty.
+and reasoning. Tool results stay apart. A null content is empty. An assistant turn with `weight` 0 is not
+supervised; a row with `truncated`, or whose `finish_reason` is `length`, ends in a cut answer.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, cast, get_args
 
 from specctl.core.datafiles import check_files, raw_rows
+from specctl.core.toolcalls import RowError, parsed, tool_calls, tools
 from specctl.errors import DataError
 from specctl.records.conversation import Conversation, PlainText, Role, Tokenized, Turn
 from specctl.records.sample import Dropped
@@ -38,20 +38,13 @@ ROLE_NAMES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
+CUT: Final = ("length", "max_tokens")
+"""What servers call the reason of an answer that was cut."""
 KEPT_APART: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 NO_ROLES: Final[Mapping[str, str]] = MappingProxyType({})
 MAX_ID: Final = 2**31 - 1  # shards hold ids as int32
 
-_SURROGATE_ESCAPE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _TURN_KEYS: Final = frozenset(("role", "from", "content", "value", "function_call"))
-
-
-class _RowError(DataError):
-    """A row that gives no record; becomes its Dropped."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
 
 
 def read_rows(paths: Sequence[str], *, role_map: Mapping[str, str] = NO_ROLES) -> Iterator[Row]:
@@ -80,36 +73,20 @@ def _role_names(role_map: Mapping[str, str]) -> Mapping[str, Role]:
 
 def _row(raw: Any, where: str, roles: Mapping[str, Role]) -> Row:
     try:
-        fields = _parsed(raw, "bad_json") if isinstance(raw, bytes) else raw
+        fields = parsed(raw, "bad_json") if isinstance(raw, bytes) else raw
         if not isinstance(fields, dict):
-            raise _RowError("bad_json", f"a row is a JSON object; found {type(fields).__name__}")
+            raise RowError("bad_json", f"a row is a JSON object; found {type(fields).__name__}")
         return _record(fields, where, roles)
-    except _RowError as refused:
+    except RowError as refused:
         return Dropped(where, refused.reason, refused.message)
-
-
-def _parsed(raw: bytes | str, reason: str) -> Any:
-    try:
-        text = raw.decode() if isinstance(raw, bytes) else raw
-    except UnicodeDecodeError as error:
-        raise _RowError("bad_unicode", f"not UTF-8: {error.reason} at byte {error.start}") from None
-    try:
-        value = json.loads(text)
-        if _SURROGATE_ESCAPE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise _RowError("bad_unicode", "a string holds half of a surrogate pair") from None
-    except (ValueError, RecursionError) as error:
-        raise _RowError(reason, f"not JSON: {error}") from None
-    return value
 
 
 def _record(fields: Mapping[str, Any], where: str, roles: Mapping[str, Role]) -> Row:
     kind = next((key for key in KINDS if fields.get(key) is not None), None)
     if kind is None:
         if any(key in fields for key in KINDS):
-            raise _RowError("empty", "the row holds nothing")
-        raise _RowError("unknown_row", f"it has {', '.join(fields) or 'no keys'}; known are {', '.join(KINDS)}")
+            raise RowError("empty", "the row holds nothing")
+        raise RowError("unknown_row", f"it has {', '.join(fields) or 'no keys'}; known are {', '.join(KINDS)}")
     row_id = next((str(fields[key]) for key in ID_KEYS if _is_id(fields.get(key))), None)
     if kind == "input_ids":
         return _tokenized(fields, where, row_id)
@@ -118,8 +95,15 @@ def _record(fields: Mapping[str, Any], where: str, roles: Mapping[str, Role]) ->
     turns = _with_system(_turns(kind, fields, where, roles), fields)
     _check_order(turns)
     category = fields["category"] if isinstance(fields.get("category"), str) else None
-    is_cut = fields.get("truncated") is True and turns[-1].role == "assistant"
-    return Conversation(tuple(turns), where, row_id, _tools(fields.get("tools")), category, is_cut)
+    is_cut = _is_cut(fields) and turns[-1].role == "assistant"
+    return Conversation(tuple(turns), where, row_id, tools(fields), category, is_cut)
+
+
+def _is_cut(fields: Mapping[str, Any]) -> bool:
+    """Whether the row says that its last answer stopped at a limit: then it has no end to be learnt."""
+    reasons = fields.get("finish_reasons")
+    reason = reasons[-1] if isinstance(reasons, list) and reasons else fields.get("finish_reason")
+    return str(fields.get("truncated")).lower() == "true" or reason in CUT
 
 
 def _is_id(value: Any) -> bool:
@@ -129,17 +113,17 @@ def _is_id(value: Any) -> bool:
 def _tokenized(fields: Mapping[str, Any], where: str, row_id: str | None) -> Tokenized:
     ids, mask = fields["input_ids"], fields.get("loss_mask")
     if mask is None:
-        raise _RowError("no_loss_mask", "`input_ids` without `loss_mask`")
+        raise RowError("no_loss_mask", "`input_ids` without `loss_mask`")
     if not (isinstance(ids, list) and isinstance(mask, list)):
-        raise _RowError("bad_tokens", "`input_ids` and `loss_mask` are lists")
+        raise RowError("bad_tokens", "`input_ids` and `loss_mask` are lists")
     if not ids:
-        raise _RowError("empty", "`input_ids` holds nothing")
+        raise RowError("empty", "`input_ids` holds nothing")
     if len(ids) != len(mask):
-        raise _RowError("bad_tokens", f"{len(ids)} input ids and {len(mask)} mask values")
+        raise RowError("bad_tokens", f"{len(ids)} input ids and {len(mask)} mask values")
     if not all(type(i) is int and 0 <= i <= MAX_ID for i in ids):
-        raise _RowError("bad_tokens", "`input_ids` are integers from 0 on")
+        raise RowError("bad_tokens", "`input_ids` are integers from 0 on")
     if not all(isinstance(m, int) and m in (0, 1) for m in mask):
-        raise _RowError("bad_tokens", "`loss_mask` holds 0 and 1 only")
+        raise RowError("bad_tokens", "`loss_mask` holds 0 and 1 only")
     return Tokenized(ids, [int(m) for m in mask], where, row_id)
 
 
@@ -154,9 +138,9 @@ def _turns(kind: str, fields: Mapping[str, Any], where: str, roles: Mapping[str,
             turns += _spoken(answer, "assistant", where, roles)
         return _merged(turns)
     if isinstance(value, str):
-        value = _parsed(value, "bad_turn")
+        value = parsed(value, "bad_turn")
     if not isinstance(value, list):
-        raise _RowError("bad_turn", f"`{kind}` is a list of turns; found {type(value).__name__}")
+        raise RowError("bad_turn", f"`{kind}` is a list of turns; found {type(value).__name__}")
     return _merged([_turn(item, where, roles) for item in value])
 
 
@@ -169,24 +153,24 @@ def _spoken(value: Any, role: Role, where: str, roles: Mapping[str, Role]) -> li
 
 def _filled(value: Any) -> str:
     if not isinstance(value, str):
-        raise _RowError("bad_turn", f"a text is expected; found {type(value).__name__}")
+        raise RowError("bad_turn", f"a text is expected; found {type(value).__name__}")
     if not value:
-        raise _RowError("empty", "the text is empty")
+        raise RowError("empty", "the text is empty")
     return value
 
 
 def _turn(item: Any, where: str, roles: Mapping[str, Role]) -> Turn:
     if not isinstance(item, dict):
-        raise _RowError("bad_turn", f"a turn is a JSON object; found {type(item).__name__}")
+        raise RowError("bad_turn", f"a turn is a JSON object; found {type(item).__name__}")
     found = {_role(item[key], where, roles) for key in ("role", "from") if item.get(key) is not None}
     if not found:
-        raise _RowError("bad_turn", "a turn has neither `role` nor `from`")
+        raise RowError("bad_turn", "a turn has neither `role` nor `from`")
     contents = [item[key] for key in ("content", "value") if item.get(key) is not None]
     if len(found) > 1 or (len(contents) > 1 and contents[0] != contents[1]):
         keys = "`role` and `from`" if len(found) > 1 else "`content` and `value`"
         raise DataError(f"a turn has {keys}, and they differ", where=where, hint="remove the wrong one")
     extra = {key: value for key, value in item.items() if key not in _TURN_KEYS and value is not None}
-    if calls := _tool_calls(item):
+    if calls := tool_calls(item):
         extra["tool_calls"] = calls
     return Turn(found.pop(), _content(contents[0] if contents else ""), extra)
 
@@ -206,7 +190,7 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _RowError("bad_turn", f"content is a text; found {type(value).__name__}")
+        raise RowError("bad_turn", f"content is a text; found {type(value).__name__}")
     return "".join(_part(part) for part in value)
 
 
@@ -214,43 +198,8 @@ def _part(part: Any) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise _RowError("not_text", f"a content part is `{kind}`; only text is read")
+        raise RowError("not_text", f"a content part is `{kind}`; only text is read")
     return text
-
-
-def _tool_calls(item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The calls with their arguments as objects; OpenAI's older `function_call` is one call."""
-    calls = item.get("tool_calls")
-    if calls is None and item.get("function_call") is not None:
-        calls = [{"type": "function", "function": item["function_call"]}]
-    if isinstance(calls, str):
-        calls = _parsed(calls, "bad_tool_arguments")
-    if not isinstance(calls or [], list) or not all(isinstance(call, dict) for call in calls or ()):
-        raise _RowError("bad_tool_arguments", "`tool_calls` is a list of objects")
-    return [_tool_call(call) for call in calls or ()]
-
-
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments, "bad_tool_arguments") if arguments.strip() else {}
-    if arguments is not None and not isinstance(arguments, dict):
-        raise _RowError("bad_tool_arguments", f"arguments are an object; found {type(arguments).__name__}")
-    return call if arguments is None else {**call, "arguments": arguments}
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    tools = _parsed(value, "bad_tools") if isinstance(value, str) and value.strip() else value
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise _RowError("bad_tools", f"`tools` is a list; found {type(tools).__name__}")
-    tools = [_parsed(tool, "bad_tools") if isinstance(tool, str) else tool for tool in tools]
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise _RowError("bad_tools", "a tool is an object")
-    return tools
 
 
 def _with_system(turns: list[Turn], fields: Mapping[str, Any]) -> list[Turn]:
@@ -263,9 +212,9 @@ def _with_system(turns: list[Turn], fields: Mapping[str, Any]) -> list[Turn]:
 def _check_order(turns: Sequence[Turn]) -> None:
     first = next((turn.role for turn in turns if turn.role != "system"), None)
     if first is None:
-        raise _RowError("empty", "the conversation has no turns")
+        raise RowError("empty", "the conversation has no turns")
     if first == "assistant":
-        raise _RowError("starts_with_assistant", "the assistant speaks first, to no question")
+        raise RowError("starts_with_assistant", "the assistant speaks first, to no question")
 
 
 def _merged(turns: Iterable[Turn]) -> list[Turn]:
@@ -280,6 +229,6 @@ def _merged(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def _joins(last: Turn, turn: Turn) -> bool:
-    if last.role != turn.role or turn.role == "tool":
+    if last.role != turn.role or turn.role == "tool" or last.extra.get("weight") != turn.extra.get("weight"):
         return False
     return not any(key in turn.extra or key in last.extra for key in KEPT_APART)

@@ -15,17 +15,18 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from specctl.core.chat import own_bos, with_one_bos
+from specctl.core.chat import check_ids, effective_template, own_bos, with_one_bos
 from specctl.core.device import is_gpu
 from specctl.core.lengths import forget_lengths
 from specctl.core.products import quick_linears
 from specctl.core.target import LoadedTarget, load_tokenizer
-from specctl.errors import InputError, MachineError, TargetError
+from specctl.core.templates import TEMPLATE_ERRORS, on_fixed_day
+from specctl.core.thoughts import spoken, with_reasoning
+from specctl.errors import MachineError, TargetError
 from specctl.records.dialogue import Answer, Answered, Dialogue, Sampling, next_question
 from specctl.records.sample import Dropped
 from specctl.records.target import TargetSpec
@@ -41,6 +42,7 @@ class PromptEncoder:
 
     tokenizer: Any
     max_positions: int | None
+    vocab_size: int | None = None
 
     @property
     def template_hash(self) -> str:
@@ -53,15 +55,21 @@ class PromptEncoder:
         from jinja2 import TemplateError
 
         try:
+            template = str(self.tokenizer.chat_template)
             text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=True, tokenize=False
+                [with_reasoning(message, template) for message in messages],
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                chat_template=on_fixed_day(template),
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
             return Dropped(where, "template_error", f"the chat template refuses it: {error}")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             return Dropped(where, "empty_prompt", "the chat template makes nothing of it")
         ids = with_one_bos(ids, own_bos(self.tokenizer))  # as `extract` reads the answers
+        check_ids(ids, self.vocab_size, self.tokenizer)
         room = None if self.max_positions is None else self.max_positions - len(ids)
         if room is not None and room < 1:
             return Dropped(where, "prompt_too_long", f"{len(ids)} tokens; the target takes {self.max_positions}")
@@ -86,16 +94,13 @@ def open_encoder(
 ) -> PromptEncoder:
     """The encoder of a target, with the template in the file `chat_template` instead of its own.
 
-    Raises InputError for a file that cannot be read, TargetError where there is no template.
+    Raises TargetError for a file that cannot be read, and where there is no template.
     """
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(spec, trust_remote_code=trust_remote_code)
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the chat template: {error}", where=chat_template) from error
+    # Of several the same that `extract` takes; `apply_chat_template` would choose by row.
+    tokenizer.chat_template = effective_template(tokenizer, chat_template)
     if not tokenizer.chat_template:
         raise TargetError(
             "the target's tokenizer has no chat template",
@@ -103,7 +108,7 @@ def open_encoder(
             hint="pass one with `--chat-template FILE`; a base model answers no questions",
         )
     config = AutoConfig.from_pretrained(spec.path, trust_remote_code=trust_remote_code).get_text_config()
-    return PromptEncoder(tokenizer, getattr(config, "max_position_embeddings", None))
+    return PromptEncoder(tokenizer, getattr(config, "max_position_embeddings", None), spec.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +240,10 @@ def _until_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
 
 def _answer(prompt: Prompt, ids: list[int], speaker: Speaker) -> Answer:
     is_ended = bool(ids) and ids[-1] in speaker.stops
-    text: str = speaker.encoder.tokenizer.decode(
-        ids[:-1] if is_ended else ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    text, reasoning = spoken(speaker.encoder.tokenizer, ids[:-1] if is_ended else ids)
     if not is_ended:
         text = text.rstrip("\ufffd")  # a character that the cut split; the target wrote no such thing
-    return Answer(prompt.opening + text, "stop" if is_ended else "length", len(ids))
+    return Answer(prompt.opening + text, "stop" if is_ended else "length", len(ids), reasoning)
 
 
 def _windows(dialogues: Iterable[Dialogue], size: int) -> Iterator[list[Dialogue]]:

@@ -4,7 +4,7 @@ Knows chat templates and characters; knows no tokens. Supervised is what the mod
 the answer (with its reasoning and tool calls) and the closing token after it, not the role header and
 not what the generation prompt already holds. Three ways, the first that applies to a turn:
 
-1. the template's own `{% generation %}` blocks;
+1. the template's own `{% generation %}` blocks, with the closing token that follows;
 2. render boundaries: the chat up to the turn, with the generation prompt, is a prefix of the whole;
 3. probes, for templates that rewrite history (Qwen3 and DeepSeek drop earlier reasoning): the turn's
    content is replaced twice, and what stays equal in both renders is not the content.
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from specctl.core.templates import TEMPLATE_ERRORS, on_fixed_day
 from specctl.errors import TargetError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -27,6 +28,7 @@ REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 
 _BLANK: Final = re.compile(r"\s*")
 _EMPTY_THOUGHT: Final = re.compile(r"<think>\s*</think>\s*")
+_CLOSED_THOUGHT: Final = re.compile(r"\s*</think>\s*")
 _OPEN_THOUGHT: Final = re.compile(r"<think>\s*\Z")
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -76,20 +78,6 @@ class _Chat:
         return _render(self.template, messages, self.tools)[0]
 
 
-def check_template(text: str) -> None:
-    """Raises TargetError when `text` is no Jinja template."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        render_jinja_template(conversations=[], chat_template=text)  # no chat: compiles and renders nothing
-    except TemplateSyntaxError as error:
-        raise TargetError(
-            f"the chat template is no Jinja template: {error.message}",
-            where=f"chat template, line {error.lineno}",
-        ) from error
-
-
 def assistant_spans(
     template: Template, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[str, list[Span]]:
@@ -100,14 +88,28 @@ def assistant_spans(
     Source: huggingface/transformers#47326, vllm-project/speculators#227.
     """
     text, spans = _render(template, messages, tools)
-    if not template.has_generation:
-        chat = _Chat(template, messages, tools, text)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and (span := _turn_span(chat, index)) is not None:
-                spans.append(span)
+    chat = _Chat(template, messages, tools, text)
+    is_weighted = any(message.get("weight") == 0 for message in messages)
+    if spans and not is_weighted:
+        # A block that ends before the closing token would never teach the end (huggingface/trl#5988).
+        is_whole = [text[start:end].rstrip().endswith(template.closings) for start, end in spans]
+        spans = [(a, b if whole else _closed(chat, b)) for (a, b), whole in zip(spans, is_whole, strict=True)]
+    else:
+        found = [(i, _turn_span(chat, i)) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        _check_spans([span for _, span in found if span is not None], len(text))
+        spans = [span for i, span in found if span is not None and messages[i].get("weight") != 0]
     _check_spans(spans, len(text))
     return text, [span for span in spans if span[0] < span[1]]
+
+
+def opened_prompt(template: Template, messages: Messages, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """What the target reads before it answers the last of `messages`. Raises RenderError."""
+    return _render(template, messages, tools, add_generation_prompt=True)[0]
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends in a thought that the template opened."""
+    return _OPEN_THOUGHT.search(prompt) is not None
 
 
 def _render(
@@ -124,13 +126,12 @@ def _render(
         texts, spans = render_jinja_template(
             conversations=[messages],
             tools=tools,
-            chat_template=template.text,
+            chat_template=on_fixed_day(template.text),
             return_assistant_tokens_mask=template.has_generation,
             add_generation_prompt=add_generation_prompt,
             **template.special_tokens,
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        # Templates are programs: they also fail as Python fails, on a missing key or a None.
+    except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise RenderError(f"the chat template refuses the chat: {str(error) or type(error).__name__}") from error
     return texts[0], list(spans[0]) if spans else []
 
@@ -174,11 +175,14 @@ def _answer_start(chat: _Chat, index: int) -> int | None:
 
 
 def _after_empty_thought(chat: _Chat, index: int, start: int) -> int:
-    """Behind the empty thought that Qwen3's template writes into an answer without reasoning."""
+    """Behind the empty thought that Qwen3's template writes into an answer without reasoning, also where the prompt
+    holds the first half of it (NVIDIA-NeMo/Automodel#3738).
+    """
     message = chat.messages[index]
     if _has_reasoning(message) or message["content"].lstrip().startswith("<think>"):
         return start
-    thought = _EMPTY_THOUGHT.match(chat.text, start)
+    is_open = _OPEN_THOUGHT.search(chat.text, 0, start) is not None
+    thought = (_CLOSED_THOUGHT if is_open else _EMPTY_THOUGHT).match(chat.text, start)
     return thought.end() if thought else start
 
 

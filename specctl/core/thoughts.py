@@ -1,0 +1,85 @@
+"""Reasoning and calls of an answer: under the name that a template reads, cut halfway, or not shown at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specctl.core.masks import REASONING, Span, Template, assistant_spans, opened_prompt, opens_thought
+from specctl.records.conversation import Conversation
+
+KEPT = ("think", "tool", "reason")
+"""Special tokens with such a word in them are part of what an answer says."""
+_CHANNEL = re.compile(
+    r"<\|channel\|>\s*(\w+)[^<]*<\|message\|>(.*?)(?=<\|end\|>|<\|return\|>|<\|call\|>|<\|start\|>|\Z)", re.DOTALL
+)
+
+
+def spoken(tokenizer: Any, ids: Sequence[int]) -> tuple[str, str | None]:
+    """What the token ids of an answer say, and its reasoning where the model writes channels (gpt-oss).
+
+    Other special tokens are left out, but for those that begin and end a thought or a call.
+    """
+    special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if "<|channel|>" in {special.get(index) for index in ids}:
+        return _of_channels(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    kept = [i for i in ids if i not in special or any(word in special[i].lower() for word in KEPT)]
+    return tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False), None
+
+
+def _of_channels(text: str) -> tuple[str, str | None]:
+    parts = _CHANNEL.findall(text)
+    said = [part for name, part in parts if name == "final"]
+    thought = [part for name, part in parts if name != "final"]
+    return "".join(said), "".join(thought) or None
+
+
+def with_reasoning(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """The message with its reasoning under each name that the template reads: data sets and templates call it
+    `reasoning_content`, `reasoning` or `thinking`, and a template shows nothing of what it does not know.
+    """
+    said = next((message[key] for key in REASONING if message.get(key)), None)
+    if said is None:
+        return dict(message)
+    known = {key: said for key in REASONING if re.search(rf"\b{key}\b", template)}
+    return {**known, **message}
+
+
+def is_cut_in_thought(message: Mapping[str, Any]) -> bool:
+    content = str(message["content"])
+    has_thought = any(message.get(key) for key in REASONING)
+    return ("<think>" in content and "</think>" not in content) or (has_thought and not content.strip())
+
+
+def cut_thought(
+    row: Conversation, messages: Sequence[Mapping[str, Any]], template: Template
+) -> tuple[str, list[Span]] | None:
+    """The render of a chat whose last answer was cut while it thought: what the target read, and what it wrote.
+
+    A template closes every thought, and would put an empty one before it. None where nothing tells how a thought
+    begins.
+    """
+    prompt = opened_prompt(template, messages[:-1], tools=row.tools)
+    text = str(messages[-1]["content"]).lstrip()
+    thought = next((str(messages[-1][key]) for key in REASONING if messages[-1].get(key)), None)
+    if thought is not None and not text:
+        if not opens_thought(prompt) and "<think>" not in template.text:
+            return None
+        text = f"<think>\n{thought}"
+    if opens_thought(prompt):
+        text = text.removeprefix("<think>").lstrip("\n")
+    # What stands before the last question reads as it did.
+    before, spans = assistant_spans(template, messages[:-1], tools=row.tools)
+    kept = spans if prompt.startswith(before.rstrip()) else []
+    return prompt + text, [*kept, (len(prompt), len(prompt) + len(text))]
+
+
+def hidden_call(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
+    """The name of a call that the render does not hold: an answer of nothing would be learnt in its place."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or call).get("name")
+            if isinstance(name, str) and name not in text:
+                return name
+    return None
