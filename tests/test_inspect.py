@@ -172,6 +172,23 @@ def test_one_changed_number_makes_folders_different(
     assert (told["ok"], told["report"]["is_equal"]) == (False, False)
 
 
+def test_states_that_only_rounding_tells_apart_are_the_same_on_request(
+    made: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of two programs that ran the same target; a state of another size is no rounding, whatever its angle."""
+    near, scaled = (Path(shutil.copytree(made(), tmp_path / name)) for name in ("near", "scaled"))
+    for folder, factor in ((near, 1 + 1e-5), (scaled, 1.01)):
+        states = states_of(folder)
+        states["4"] *= np.float32(factor)
+        rewrite(folder, states)
+    assert run(["inspect", str(made()), "--compare", str(near)]) == 1
+    assert "4 samples in both: equal but for rounding" in capsys.readouterr().out
+    assert run(["inspect", str(made()), "--compare", str(near), "--rounding"]) == 0
+    assert run(["inspect", str(made()), "--compare", str(scaled), "--rounding"]) == 1
+    assert "4 samples in both: different" in capsys.readouterr().out
+    assert run(["inspect", str(made()), "--rounding"]) == 2
+
+
 def test_the_largest_difference_is_found_behind_a_worse_cosine(made: Callable[..., Path], tmp_path: Path) -> None:
     changed = Path(shutil.copytree(made(), tmp_path / "changed"))
     states = states_of(changed)

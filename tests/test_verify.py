@@ -235,8 +235,10 @@ def test_a_small_offset_is_told_apart_from_rounding(copied: Callable[..., Path],
     states = states_of(folder)
     states["4"][0] *= 2  # the direction stays, so the cosine does
     rewrite(folder, states)
-    found = next(match for match in check(folder, tiny("llama")).recomputed if match.slot == "4")
+    report = check(folder, tiny("llama"))
+    found = next(match for match in report.recomputed if match.slot == "4")
     assert not found.is_equal
+    assert len(report.faults) == 1 and "100.00% of a state" in report.faults[0]
     assert found.max_difference == pytest.approx(np.abs(states["4"][0]).max() / 2, rel=1e-4)
 
 

@@ -36,6 +36,9 @@ def inspect(
     compare: Annotated[
         str | None, typer.Option(help="Another shard folder; exit 1 unless both store the same states.")
     ] = None,
+    rounding: Annotated[
+        bool, typer.Option("--rounding", help="With --compare: states that only rounding tells apart are the same.")
+    ] = False,
     sample: Annotated[int, typer.Option(help="Number of the sample to show as text.")] = 0,
     target: Annotated[
         str | None, typer.Option(help="Target whose tokenizer renders the sample, if it has moved.")
@@ -51,7 +54,7 @@ def inspect(
     from specctl.recipes.inspectrun import inspect_run, is_run
 
     if is_run(Path(path)):
-        ignored = [name for name in ("compare", "sample", "target") if options.is_given(context, name)]
+        ignored = [name for name in ("compare", "rounding", "sample", "target") if options.is_given(context, name)]
         if ignored:
             raise UsageError(f"`--{ignored[0]}` has no meaning for a training run", where=path)
         # matplotlib wants a folder for its cache, and home may not be writable.
@@ -68,11 +71,14 @@ def inspect(
     reporter = StderrReporter(is_quiet=quiet)
     if compare is not None:
         compared = recipe.compare(path, compare, reporter)
+        is_same = compared.is_near if rounding else compared.is_equal
         if json:
-            show_json("inspect", compared.is_equal, compared)
+            show_json("inspect", is_same, compared)
         else:
             _show_comparison(compared)
-        return 0 if compared.is_equal else 1
+        return 0 if is_same else 1
+    if rounding:
+        raise UsageError("`--rounding` has a meaning only with `--compare`", where=path)
     report = recipe.inspect(path, reporter, sample=sample, target=target)
     if json:
         show_json("inspect", True, report)
@@ -112,14 +118,20 @@ def _show_run(report: Any) -> None:
 
 def _show_comparison(report: Any) -> None:
     show_table(
-        ("slot", "agreement", "min cosine", "max difference"),
+        ("slot", "agreement", "min cosine", "max difference", "of a state"),
         [
-            (m.slot, "bit-equal" if m.is_equal else "differs", f"{m.min_cosine:.7f}", f"{m.max_difference:.3g}")
+            (
+                m.slot,
+                "bit-equal" if m.is_equal else "differs",
+                f"{m.min_cosine:.7f}",
+                f"{m.max_difference:.3g}",
+                f"{m.max_relative:.2g}",
+            )
             for m in report.slots
         ],
     )
     missing = f", {report.missing} only in one" if report.missing else ""
-    verdict = "equal" if report.is_equal else "different"
+    verdict = "equal" if report.is_equal else "equal but for rounding" if report.is_near else "different"
     show_lines([f"{report.samples:,} samples in both{missing}: {verdict}"])
 
 

@@ -8,6 +8,7 @@ scales are the model's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +25,35 @@ from specctl.errors import TargetError
 from specctl.records.layers import NORM
 from specctl.records.shard import SlotArray
 
+MIN_COSINE: Mapping[str, float] = {"float32": 1 - 1e-6, "bfloat16": 0.99, "float16": 0.999}
+"""What rounding leaves of a cosine at the worst token, by dtype; the same angle bounds the length of a difference."""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotMatch:
-    """How well one slot agrees: worst cosine over tokens, largest absolute difference."""
+    """How well one slot agrees: worst cosine over tokens, largest absolute difference, and the largest length of a
+    token's difference as a share of its state's. A cosine alone does not see a scale.
+    """
 
     slot: str
     min_cosine: float
     max_difference: float
+    max_relative: float
     is_equal: bool
+
+    def is_near(self, dtype: str) -> bool:
+        """Whether rounding of this dtype explains the difference; NaN is not explained."""
+        least = MIN_COSINE[dtype]
+        return self.min_cosine >= least and self.max_relative <= math.sqrt(2 * (1 - least))
 
     def text(self) -> str:
         """For a table cell."""
         if self.is_equal:
             return "bit-equal"
-        return f"cosine >= {self.min_cosine:.6f}, largest difference {self.max_difference:.3g}"
+        return (
+            f"cosine >= {self.min_cosine:.6f}, largest difference {self.max_difference:.3g}, "
+            f"{self.max_relative:.2%} of a state"
+        )
 
 
 def worse(first: SlotMatch | None, second: SlotMatch) -> SlotMatch:
@@ -49,6 +64,7 @@ def worse(first: SlotMatch | None, second: SlotMatch) -> SlotMatch:
         second.slot,
         float(np.minimum(first.min_cosine, second.min_cosine)),
         float(np.maximum(first.max_difference, second.max_difference)),
+        float(np.maximum(first.max_relative, second.max_relative)),
         first.is_equal and second.is_equal,
     )
 
@@ -62,9 +78,12 @@ def to_torch(states: SlotArray, dtype: str) -> torch.Tensor:
 def match(slot: str, found: torch.Tensor, expected: torch.Tensor) -> SlotMatch:
     """Compare [T, D] with [T, D], by the worst token, never the mean."""
     a, b = found.double(), expected.double()
-    norms = a.norm(dim=-1) * b.norm(dim=-1)
+    lengths, gaps = b.norm(dim=-1), (a - b).norm(dim=-1)
+    relative = torch.where(gaps > 0, gaps / lengths.clamp_min(1e-300), gaps)
+    norms = a.norm(dim=-1) * lengths
     cosine = torch.where(norms > 0, (a * b).sum(-1) / norms.clamp_min(1e-300), (a == b).all(-1).double())
-    return SlotMatch(slot, float(cosine.min()), float((a - b).abs().max()), bool(torch.equal(found, expected)))
+    largest, is_equal = float((a - b).abs().max()), bool(torch.equal(found, expected))
+    return SlotMatch(slot, float(cosine.min()), largest, float(relative.max()), is_equal)
 
 
 @torch.inference_mode()

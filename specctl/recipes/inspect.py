@@ -78,7 +78,9 @@ class TargetReport:
 
 @dataclass(frozen=True, slots=True)
 class CompareReport:
-    """Two folders, sample by sample. `missing` counts samples that only one of them has."""
+    """Two folders, sample by sample. `missing` counts samples that only one of them has; `is_near` says that no more
+    than rounding of their dtype tells them apart, as of two programs that ran the same target.
+    """
 
     path: str
     other: str
@@ -86,6 +88,7 @@ class CompareReport:
     missing: int
     slots: tuple[SlotMatch, ...]
     is_equal: bool
+    is_near: bool
 
 
 def inspect(
@@ -150,8 +153,10 @@ def _compare(path: Path, left: Manifest, other: Path, right: Manifest, reporter:
         reporter.advance(rows.stop - rows.start)
     reporter.stop()
     matches = tuple(worst[s] for s in left.slots if s in worst)
-    is_equal = bool(samples) and not missing and not places and all(m.is_equal for m in matches)
-    return CompareReport(str(path), str(other), samples, missing + len(places), matches, is_equal)
+    is_whole = bool(samples) and not missing and not places
+    is_equal = is_whole and all(m.is_equal for m in matches)
+    is_near = is_whole and all(m.is_near(dtype) for m in matches)
+    return CompareReport(str(path), str(other), samples, missing + len(places), matches, is_equal, is_near)
 
 
 def _places(folder: Path, manifest: Manifest) -> Any:

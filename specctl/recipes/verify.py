@@ -20,7 +20,6 @@ SAMPLES = 4
 MAX_LOGIT_GAP: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.02}
 """Mean log-probability difference. On the machine that made the folder it is 0; other kernels round
 other ways (4e-6 in float32), and one wrong layer gives more than 0.1."""
-MIN_COSINE: Mapping[str, float] = {"float32": 1 - 1e-6, "bfloat16": 0.99, "float16": 0.999}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ def _spread(
 
 def _recompute_faults(matches: tuple[SlotMatch, ...], gaps: Mapping[str, float], dtype: str) -> Iterator[str]:
     for found in matches:
-        if not found.min_cosine >= MIN_COSINE[dtype]:  # so that NaN fails too
+        if not found.is_near(dtype):
             yield f"slot {found.slot} is not what the target gives: {found.text()}"
     for name, gap in gaps.items():
         if not gap < MAX_LOGIT_GAP[dtype]:
