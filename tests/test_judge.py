@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -331,3 +332,26 @@ def test_what_is_no_object_is_refused() -> None:
     for data in ([], None, 3, {}, {"report": None}):
         with pytest.raises(InputError):
             result_from_dict(data, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ({"target_weights": "x", "target": "a"}, {"target_weights": "x", "target": "b"}, []),
+        (
+            {"target_weights": "x", "target": "a"},
+            {"target_weights": None, "target": "b"},
+            ["whether `a` and `b` are one target"],
+        ),
+        ({"target": "a"}, {"target": "a"}, []),
+        ({"dtype": "float32"}, {"dtype": None}, ["the dtype of B is not known"]),
+        ({"dtype": None}, {"dtype": None}, []),
+    ],
+)
+def test_what_a_server_did_not_say_is_said_beside_a_comparison(first: Any, second: Any, words: list[str]) -> None:
+    one = run(size(1, prompt("a", 1, 2)))
+    results = [replace(one, settings={**one.settings, **more}) for more in (first, second)]
+    notes = compare(results[0], results[1], tolerance=0.05).notes
+    told = [note for note in notes if "known" in note]
+    assert len(told) == len(words)
+    assert all(word in note for word, note in zip(words, told, strict=True))

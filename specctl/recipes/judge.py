@@ -7,12 +7,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from specctl.core import intervals
 from specctl.errors import EXIT_YES, UsageError
+from specctl.recipes.verdict import verdict
 from specctl.records.evaluation import COMPARED, Baseline, Counts, EvalResult, PromptResult, SizeResult
 from specctl.records.judgement import (
     EXIT_CODES,
     OUT,
-    UNDECIDED,
-    WITHIN,
     BaselineRow,
     CategoryRow,
     Divergence,
@@ -60,7 +59,20 @@ def compare(
     left, right = names
     sides: list[_Side] = [(f"{left} {size_name(size)}", size, None) for size in compared]
     sides += [(f"{right} {size_name(size)}", size, (f"{left} {size_name(other)}", other)) for size, other in pairs]
-    return _judge(sides, (), {**first.settings, "dtype": _coarser(first, second)}, tolerance)
+    found = _judge(sides, (), {**first.settings, "dtype": _coarser(first, second)}, tolerance)
+    return replace(found, notes=(*_unknown(first, second, names), *found.notes))
+
+
+def _unknown(first: EvalResult, second: EvalResult, names: tuple[str, str]) -> list[str]:
+    """What a server did not say, so that nobody knows whether both results are of the same."""
+    both, notes = (first.settings, second.settings), []
+    if any(s.get("target_weights") is None for s in both) and both[0].get("target") != both[1].get("target"):
+        targets = " and ".join(f"`{s.get('target')}`" for s in both)
+        notes.append(f"whether {targets} are one target is not known: the weights of a server's were not read")
+    silent = [name for name, s in zip(names, both, strict=True) if s.get("dtype") is None]
+    if silent and both[0].get("dtype") != both[1].get("dtype"):
+        notes.append(f"the dtype of {silent[0]} is not known, and may be another")
+    return notes
 
 
 def _coarser(first: EvalResult, second: EvalResult) -> str:
@@ -100,7 +112,7 @@ def _judge(
             divergences += _divergences((name, size), against, settings)
         rows.append(row)
     baselines = tuple(_baseline_row(b, sides[0][1]) for b in replayed)
-    outcome, needed, sentence = _verdict(rows, tolerance)
+    outcome, needed, sentence = verdict(rows, tolerance)
     strange = [found for found in divergences if found.is_near is False]
     if strange:
         outcome, needed = OUT, None
@@ -229,53 +241,6 @@ def _divergence(
 
 def _at(values: Sequence[_T], index: int) -> _T | None:
     return values[index] if index < len(values) else None
-
-
-def _verdict(rows: Sequence[SizeRow], tolerance: float) -> tuple[str | None, int | None, str]:
-    """The outcome of the worst row, the prompts that would tell, and both in a sentence."""
-    judged = [(row, row.decision) for row in rows if row.decision is not None]
-    if not judged:
-        return None, None, "nothing was compared"
-    for outcome, sentence in ((OUT, _out), (UNDECIDED, _undecided)):
-        bad = [(row, decision.prompts_needed) for row, decision in judged if decision.outcome == outcome]
-        if bad:
-            needed = [n for _, n in bad if n is not None]
-            return outcome, max(needed, default=None), sentence(bad, tolerance)
-    worst = max((row for row, _ in judged), key=lambda row: abs(_relative(row)))
-    return WITHIN, None, f"within the tolerance of {percent(tolerance)}: {_shown(worst)}"
-
-
-def _out(bad: Sequence[tuple[SizeRow, int | None]], tolerance: float) -> str:
-    worst = max((row for row, _ in bad), key=lambda row: abs(_relative(row)))
-    return f"out of the tolerance of {percent(tolerance)}: {_shown(worst)}"
-
-
-def _undecided(bad: Sequence[tuple[SizeRow, int | None]], tolerance: float) -> str:
-    row, needed = max(bad, key=lambda item: item[1] or 0)
-    asked = f"cannot tell whether {row.name} is within {percent(tolerance)} of {row.against}"
-    if row.difference is None or row.difference.relative is None:
-        return f"{asked}: nothing was drafted"
-    if row.difference.relative_low is None:
-        return f"{asked}: one prompt gives no interval"
-    wanted = "no number of prompts that is worth running" if needed is None else f"at least {needed:,} prompts"
-    return f"{asked}: {_shown(row)}; {wanted} would tell, were the difference to stay as it is"
-
-
-def _relative(row: SizeRow) -> float:
-    return (row.difference.relative if row.difference else None) or 0.0
-
-
-def _shown(row: SizeRow) -> str:
-    found = row.difference
-    if found is None or found.relative is None or found.relative_low is None or found.relative_high is None:
-        return f"{row.name} was not compared"
-    ends = f"{percent(found.relative_low, signed=True)} to {percent(found.relative_high, signed=True)}"
-    return f"{row.name} differs from {row.against} by {percent(found.relative, signed=True)} (95 % interval {ends})"
-
-
-def percent(share: float, *, signed: bool = False) -> str:
-    """A share as per cent, with as many places as tell it from its neighbours."""
-    return f"{100 * share:+.1f} %" if signed else f"{100 * share:.3g} %"
 
 
 def _notes(rows: Sequence[SizeRow], baselines: Sequence[BaselineRow]) -> list[str]:

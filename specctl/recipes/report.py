@@ -10,9 +10,9 @@ from specctl.errors import UsageError
 from specctl.files.regular import shown
 from specctl.recipes import charts
 from specctl.recipes.charts import Range
-from specctl.recipes.judge import percent
 from specctl.recipes.reportstyle import STYLE
 from specctl.recipes.transcript import Decode, chosen, legend, transcript, visible
+from specctl.recipes.verdict import percent
 from specctl.records.evaluation import EvalResult
 from specctl.records.judgement import Difference, Divergence, Estimate, Judgement, SizeRow
 
