@@ -4,12 +4,15 @@
 for each run asked for, so that a test can kill real processes without waiting for imports.
 """
 
+import errno
+import fcntl
 import json
 import os
 import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -33,6 +36,7 @@ from fixtures.make import make_tiny
 from specctl import plugins
 from specctl.cli.app import run
 from specctl.core import folder as folders
+from specctl.core.answers import open_answers
 from specctl.core.shardfile import Background
 from specctl.errors import (
     DataError,
@@ -43,6 +47,7 @@ from specctl.errors import (
     ShardError,
     SpecctlError,
 )
+from specctl.files import durable
 from specctl.recipes.extract import ExtractConfig, ExtractReport, extract
 from specctl.recipes.verify import VerifyConfig, verify
 from specctl.records.progress import SilentReporter
@@ -713,6 +718,151 @@ def test_two_runs_at_once_on_one_folder_are_refused(
         os.kill(child, signal.SIGCONT)
     assert forks.wait() == 0
     assert is_proven(tmp_path / "out")
+
+
+# File systems that lack something
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """As Lustre mounted without `flock`, and some NFS: only the system call is another."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said_and_written_to(
+    config: Callable[..., ExtractConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    without_locks(monkeypatch, code)
+    heard = Heard()
+    assert extract(config(), heard) is not None
+    assert folders.NO_LOCKS in heard.notes
+    with open_answers(tmp_path / "answers.jsonl", {}, overwrite=False) as answers:
+        assert answers.rows == {}
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_another_process_holds_is_never_taken_for_a_missing_one(
+    config: Callable[..., ExtractConfig], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    without_locks(monkeypatch, code)
+    with pytest.raises(MachineError, match="another run is writing this folder"):
+        extract(config(), SilentReporter())
+
+
+def test_a_lock_is_one_processs_until_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    hold = "import sys; from specctl.files.durable import lock; f = open(sys.argv[1], 'a'); print(lock(f.fileno()))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", hold + "; sys.stdout.flush(); sys.stdin.read()", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert child.stdout is not None and child.stdout.readline() == "True\n"
+    with path.open("a") as file:
+        with pytest.raises(BlockingIOError):
+            durable.lock(file.fileno())
+        child.kill()
+        child.communicate()
+        assert durable.lock(file.fileno())
+
+
+def test_replicas_need_locks_to_share_a_manifest(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make()
+    without_locks(monkeypatch, errno.ENOSYS)
+    entry = folders.read_manifest(tmp_path / "out").shards[0]
+    with pytest.raises(MachineError, match="replicas share this folder by locks, and its file system has none"):
+        folders.add_shard(tmp_path / "out", entry, [], is_shared=True)
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_to(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, codes = os.fsync, [errno.EINVAL]
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(codes[0], os.strerror(codes[0]))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert make().samples == 12
+    codes[0] = errno.EIO
+    with pytest.raises(MachineError, match="Input/output error"):
+        make("other")
+
+
+# What DATA no longer has
+
+
+class Heard(SilentReporter):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_samples_that_data_no_longer_has_are_counted_in_a_warning(
+    config: Callable[..., ExtractConfig], tmp_path: Path, format: str
+) -> None:
+    rows = [chat(f"c{i}", "hi", f"answer {i}") for i in range(5)]
+    data = write_rows(tmp_path / "a.jsonl", rows)
+    heard = Heard()
+    extract(config(data=(data,), format=format), heard)
+    extract(config(data=(data,), format=format), heard)
+    assert heard.warnings == []
+    write_rows(tmp_path / "a.jsonl", [chat("c0", "hi", "edited"), *rows[2:]])
+    report = extract(config(data=(data,), format=format), heard)
+    assert report is not None and report.samples == 6
+    assert heard.warnings == [
+        "samples of the folder that DATA does not have: 2 of 6, 1 of them under an id that DATA gives to another "
+        "text; they stay in it, and `--overwrite` makes it of DATA alone"
+    ]
+
+
+def test_a_smaller_limit_says_both_totals(config: Callable[..., ExtractConfig]) -> None:
+    heard = Heard()
+    extract(config(), heard)
+    extract(config(limit=3), heard)
+    assert heard.warnings == []
+    assert "the folder holds 12 samples; this command asked for 3" in heard.notes
+
+
+def test_another_role_map_is_refused_and_an_older_folder_takes_any(make: Make, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yes"}]}
+    row["messages"] += [{"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]
+    data = (write_rows(tmp_path / "a.jsonl", [row]),)
+    make(data=data, role_map=("bot=assistant",))
+    with pytest.raises(SettingsChangedError, match=r"role_map: .*assistant.* -> .*user"):
+        make(data=data, role_map=("bot=user",))
+    path = tmp_path / "out" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["settings"]["role_map"]
+    path.write_text(json.dumps(manifest))
+    assert make(data=data, role_map=("bot=assistant",)).new_tokens == 0
+    assert make(data=data, role_map=("bot=user",), overwrite=True).samples == 1
+    assert folders.read_manifest(tmp_path / "out").settings["role_map"] == {"bot": "user"}
+
+
+def test_a_run_that_could_not_read_its_data_is_corrected_in_the_same_folder(make: Make, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "narrator", "content": "yes"}]}
+    data = (write_rows(tmp_path / "a.jsonl", [row]),)
+    with pytest.raises(SpecctlError, match="narrator"):
+        make(data=data)
+    assert folders.read_manifest(tmp_path / "out").shards == ()
+    assert make(data=data, role_map=("narrator=assistant",)).samples == 1
+    assert folders.read_manifest(tmp_path / "out").settings["role_map"] == {"narrator": "assistant"}
 
 
 # What is counted

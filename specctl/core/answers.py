@@ -10,7 +10,6 @@ JSON lines; knows no target.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from specctl.errors import DataError, MachineError, SettingsChangedError
+from specctl.files import durable
 from specctl.records.dialogue import Answered
 from specctl.records.shard import differing_settings
 
@@ -227,11 +227,7 @@ def _write_rows(path: Path, rows: Sequence[StoredRow], sources: Mapping[Path, IO
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        durable.sync_folder(path.parent)
 
 
 def _lock(path: Path) -> IO[bytes]:
@@ -239,7 +235,7 @@ def _lock(path: Path) -> IO[bytes]:
         with _writing(path):
             file = path.open("a+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            durable.lock(file.fileno())
             if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file
         except OSError as error:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from specctl.errors import MachineError, SettingsChangedError, ShardError, SpecctlError
+from specctl.files import durable
 from specctl.files.durable import sync_folder as sync_folder
+from specctl.records.progress import Reporter, SilentReporter
 from specctl.records.shard import (
     MANIFEST,
     SHARDS,
@@ -34,6 +36,7 @@ TOKEN_COUNTS: Final = "token_counts.safetensors"
 LOCK: Final = ".lock"
 MANIFEST_LOCK: Final = ".manifest.lock"
 PREPARED: Final = ".prepared"
+NO_LOCKS: Final = "the file system has no locks: nothing keeps a second run out of this folder"
 _BEFORE_MANIFEST: Final = (SHARDS, LOCK, f".{MANIFEST}.tmp")
 """What a run that was killed before it wrote a manifest may have left; `shards` is empty then."""
 
@@ -50,6 +53,15 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ShardError(f"`{MANIFEST}` cannot be read: {error}", where=str(folder)) from error
+
+
+def unsaid(folder: Path, names: Sequence[str]) -> list[str]:
+    """Those of the settings `names` that the manifest in `folder` does not state; none where there is no manifest."""
+    try:
+        stated = read_manifest(folder).settings
+    except ShardError:
+        return []  # none is there yet, or whoever takes the folder says what is wrong with it
+    return [name for name in names if name not in stated]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -79,8 +91,8 @@ def sha256(path: Path) -> str:
 
 
 @contextmanager
-def held(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """Make `folder` (or empty it, with `overwrite`) and keep it to this run.
+def held(folder: Path, *, overwrite: bool, reporter: Reporter | None = None) -> Iterator[None]:
+    """Make `folder` (or empty it, with `overwrite`) and keep it to this run, where its file system has locks.
 
     Raises MachineError when another run has it or it cannot be written, ShardError when it holds
     files of something else.
@@ -93,11 +105,13 @@ def held(folder: Path, *, overwrite: bool) -> Iterator[None]:
         raise cannot_write(folder, error) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            is_locked = durable.lock(lock.fileno())
+        except BlockingIOError:
             raise MachineError(
                 "another run is writing this folder", where=str(folder), hint="wait for it, or choose another `--out`"
             ) from None
+        if not is_locked:
+            (reporter or SilentReporter()).note(NO_LOCKS)
         try:
             _clean(folder, overwrite=overwrite)
         except OSError as error:
@@ -159,7 +173,8 @@ def begin(folder: Path, manifest: Manifest) -> Manifest:
 
     Raises SettingsChangedError listing every differing setting, ShardError when a listed shard has
     another size, MachineError when the folder cannot be written. A listed shard that is missing is
-    no longer listed; a shard that the manifest does not list is removed.
+    no longer listed; a shard that the manifest does not list is removed. A manifest that lists no
+    shard, as a run that could not read DATA leaves it, holds nobody to its settings.
     """
     try:
         return _begin(folder, manifest)
@@ -168,10 +183,11 @@ def begin(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _begin(folder: Path, manifest: Manifest) -> Manifest:
-    if not (folder / MANIFEST).exists():
+    old = read_manifest(folder) if (folder / MANIFEST).exists() else None
+    if old is None or not old.shards:
+        _remove_unlisted(folder, ())
         write_manifest(folder, manifest)
         return manifest
-    old = read_manifest(folder)
     differing = differing_settings(old.settings, manifest.settings)
     if differing:
         raise SettingsChangedError(
@@ -229,7 +245,14 @@ def _manifest_lock(folder: Path, *, is_shared: bool) -> Iterator[None]:
         yield
         return
     with (folder / MANIFEST_LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise MachineError(
+                f"replicas share this folder by locks, and its file system has none: {error.strerror}",
+                where=str(folder),
+                hint="run as many processes as pp x tp, or write to another file system",
+            ) from error
         yield
 
 

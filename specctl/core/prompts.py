@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import specctl
-from specctl.core.chat import own_bos, with_one_bos
+from specctl.core.chat import effective_template, own_bos, with_one_bos
 from specctl.core.conversations import read_rows
 from specctl.core.generation import PromptEncoder
+from specctl.core.positions import max_positions
 from specctl.core.target import load_tokenizer
 from specctl.errors import DataError, UsageError
 from specctl.records.conversation import Conversation
@@ -62,12 +63,12 @@ class Encoder:
 
 def open_prompts(spec: TargetSpec, *, trust_remote_code: bool = False) -> Encoder:
     """The encoder of a target. Raises TargetError for a target without a tokenizer."""
-    from transformers import AutoConfig
-
     tokenizer = load_tokenizer(spec, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=trust_remote_code).get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    return Encoder(tokenizer, PromptEncoder(tokenizer, longest) if tokenizer.chat_template else None, longest)
+    longest = max_positions(spec, trust_remote_code=trust_remote_code)
+    # Of several templates the one that `extract` takes.
+    tokenizer.chat_template = effective_template(tokenizer, None)
+    chat = PromptEncoder(tokenizer, longest, spec.vocab_size) if tokenizer.chat_template else None
+    return Encoder(tokenizer, chat, longest)
 
 
 def prompt_file(name: str) -> Path:

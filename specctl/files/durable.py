@@ -1,6 +1,7 @@
 """Writes that survive a power cut and leave nothing half done. Knows paths, not what is written."""
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -15,6 +16,23 @@ from specctl.files.regular import open_regular, shown, size_of, unreadable
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN: Final = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+_HELD: Final = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
+"""How file systems such as FUSE and CIFS say that they sync files only."""
+
+
+def lock(descriptor: int) -> bool:
+    """Keep an open file or folder to this process until it closes it. False where the file system has no locks.
+
+    Raises BlockingIOError while another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise BlockingIOError(error.errno, error.strerror) from None
+        return False  # Lustre and some NFS: ENOSYS, ENOLCK, EOPNOTSUPP
+    return True
 
 
 def sync_file(path: Path) -> None:
@@ -27,8 +45,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder, and so a rename in it, to disk. Raises OSError."""
-    sync_file(path)
+    """Force the names in a folder, and so a rename in it, to disk, where its file system can. Raises OSError."""
+    try:
+        sync_file(path)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
 
 
 def copy_plain(source: Path, to: Path, *, limit: int) -> bool:

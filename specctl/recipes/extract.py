@@ -9,12 +9,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import plugins
-from specctl.errors import DataError, SpecctlError, UsageError
+from specctl.errors import SpecctlError, UsageError
+from specctl.recipes.reading import cut_length, say_what_else_is_there
+from specctl.recipes.reading import read_data as read_data
 from specctl.recipes.served import ready, refuse_server_options, run_served
 from specctl.records.extraction import ExtractConfig, ExtractReport, role_map
 from specctl.records.layers import parse_slots
@@ -26,7 +28,9 @@ from specctl.records.target import TargetSpec
 if TYPE_CHECKING:
     from specctl.core.extraction import ExtractJob
     from specctl.core.plan import PlannedShard
-    from specctl.core.samples import Spool, SpoolReport
+    from specctl.core.positions import Positions
+    from specctl.core.resume import Remaining
+    from specctl.core.samples import Spool
 
 CPU_BATCH_TOKENS = 2048
 GPU_BATCH_TOKENS = 16384
@@ -35,13 +39,18 @@ MASK_POLICY = "assistant turns with their end-of-turn token"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the command line and the target's files decide before DATA is read."""
+    """What the command line and the target's files decide before DATA is read.
+
+    Samples are cut to `max_length`; `positions` are the target's where `--max-length` is more than them.
+    """
 
     spec: TargetSpec
     tokenizer: Any
     template: str | None
     settings: Mapping[str, Any]
     batch_tokens: int
+    max_length: int
+    positions: Positions | None
 
 
 def extract(config: ExtractConfig, reporter: Reporter) -> ExtractReport | None:
@@ -77,15 +86,17 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
     from specctl.core import folder as folders
     from specctl.core import parallel
     from specctl.core.counts import seal
+    from specctl.core.samples import open_spool
 
     began = time.monotonic()
     setup = set_up(config, reporter, config.pp * config.tp if world is None else 1)
     out = Path(config.out)
-    with folders.held(out, overwrite=config.overwrite):
+    with folders.held(out, overwrite=config.overwrite, reporter=reporter):
         manifest = folders.begin(out, Manifest(settings=setup.settings, provenance=_provenance(config, setup)))
         try:
             read = read_data(config, setup, out / folders.PREPARED, reporter)
-            job = _job(config, setup, out / folders.PREPARED, manifest, reporter)
+            left = _remaining(config, setup, open_spool(out / folders.PREPARED), manifest)
+            job = _job(config, setup, out / folders.PREPARED, left, reporter)
             new_tokens = sum(s.num_tokens for s in job.shards)
             if job.shards:
                 _run(job, config, world, reporter)
@@ -96,6 +107,7 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
             raise parallel.interrupted(len(folders.read_manifest(out).shards)) from None
         finally:
             folders.remove_temporaries(out)
+    say_what_else_is_there(config, out, left, reporter)
     return _report(config, out, new_tokens, time.monotonic() - began, reporter)
 
 
@@ -103,11 +115,15 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
     """Everything that can be refused before DATA is read or weights load."""
     from specctl.core import chat, split
     from specctl.core.device import check_device
+    from specctl.core.folder import unsaid
+    from specctl.core.positions import read_positions
     from specctl.core.target import describe_target, load_tokenizer
 
     packing = compression(config)
     spec = describe_target(config.target, revision=config.revision, trust_remote_code=config.trust_remote_code)
     slots = parse_slots(config.layers, spec.num_layers)
+    positions = read_positions(spec, config.max_length, trust_remote_code=config.trust_remote_code)
+    longest = cut_length(config, positions)
     on_gpu, engine = False, {}
     if config.engine == "reference":
         note = split.check_split(spec, pp=config.pp, tp=config.tp, trust_remote_code=config.trust_remote_code)
@@ -115,7 +131,7 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
             reporter.note(note)
         on_gpu = check_device(config.device, num_local_ranks)
     else:
-        engine = ready(config, spec, slots, reporter)
+        engine = ready(replace(config, max_length=longest), spec, slots, reporter)
     tokenizer = load_tokenizer(spec, trust_remote_code=config.trust_remote_code)
     template = chat.effective_template(tokenizer, config.chat_template)
     dtype = spec.compute_dtype if config.dtype == "auto" else config.dtype
@@ -130,7 +146,9 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
         "tokenizer": chat.tokenizer_hash(tokenizer),
         "chat_template": chat.template_hash(template),
         "mask_policy": MASK_POLICY,
+        # As it was asked for: with the target it says where samples are cut.
         "max_length": config.max_length,
+        "role_map": dict(sorted(role_map(config.role_map).items())),
         "dtype": dtype,
         "slots": list(slots),
         "final_norm_applied": final_norm_applied(slots),
@@ -139,7 +157,10 @@ def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> S
         **engine,
     }
     default = GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS
-    return Setup(spec, tokenizer, template, settings, config.batch_tokens or default)
+    # A folder of an older specctl does not say every setting: what it leaves out is taken as given.
+    for name in () if config.overwrite else unsaid(Path(config.out), ("role_map",)):
+        settings.pop(name)
+    return Setup(spec, tokenizer, template, settings, config.batch_tokens or default, longest, positions)
 
 
 def compression(config: ExtractConfig) -> str:
@@ -153,53 +174,19 @@ def compression(config: ExtractConfig) -> str:
     return config.compression or allowed[0]
 
 
-def read_data(config: ExtractConfig, setup: Setup, folder: Path, reporter: Reporter) -> SpoolReport:
-    """Tokenise DATA into the spool. Raises DataError when no sample is kept."""
-    from specctl.core import chat
-    from specctl.core import folder as folders
-    from specctl.core.samples import fill_spool
-
-    samples = chat.samples(
-        config.data,
-        setup.tokenizer,
-        template=setup.template,
-        max_length=config.max_length,
-        role_map=role_map(config.role_map),
-        vocab_size=setup.spec.vocab_size,
-    )
-    try:
-        read = fill_spool(folder, samples, reporter)
-    except OSError as error:
-        raise folders.cannot_write(folder, error) from error
-    if not read.samples:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in read.drops.items())
-        raise DataError(
-            f"all {read.rows} rows were dropped: {reasons}" if read.rows else "DATA has no rows",
-            where=", ".join(config.data),
-            hint="first: " + read.first_drops[0] if read.first_drops else None,
-        )
-    if read.drops:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in read.drops.items())
-        reporter.warn(f"dropped {sum(read.drops.values())} of {read.rows} rows: {reasons}; {read.first_drops[0]}")
-    return read
-
-
-def _job(config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest, reporter: Reporter) -> ExtractJob:
+def _job(config: ExtractConfig, setup: Setup, prepared: Path, left: Remaining, reporter: Reporter) -> ExtractJob:
     """The shards still to make."""
     from specctl.core.extraction import ExtractJob
-    from specctl.core.samples import open_spool
 
-    spool = open_spool(prepared)
-    shards, done_tokens, kept = remaining(config, setup, spool, manifest)
-    _require_space(config, setup, sum(s.num_tokens for s in shards))
-    if kept:
-        what = "nothing is left to do" if not shards else f"{len(shards)} to go"
-        reporter.note(f"shards already there: {kept}; {what}")
+    _require_space(config, setup, sum(s.num_tokens for s in left.shards))
+    if left.kept:
+        what = "nothing is left to do" if not left.shards else f"{len(left.shards)} to go"
+        reporter.note(f"shards already there: {left.kept}; {what}")
     return ExtractJob(
         spec=setup.spec,
         folder=Path(config.out),
         spool=prepared,
-        shards=tuple(shards),
+        shards=tuple(left.shards),
         slots=tuple(setup.settings["slots"]),
         dtype=str(setup.settings["dtype"]),
         device=config.device,
@@ -208,7 +195,7 @@ def _job(config: ExtractConfig, setup: Setup, prepared: Path, manifest: Manifest
         batch_tokens=setup.batch_tokens,
         allow_overflow=config.allow_overflow,
         trust_remote_code=config.trust_remote_code,
-        tokens_before=done_tokens,
+        tokens_before=left.done_tokens,
     )
 
 
@@ -216,6 +203,11 @@ def remaining(
     config: ExtractConfig, setup: Setup, spool: Spool, manifest: Manifest
 ) -> tuple[list[PlannedShard], int, int]:
     """Shards to make, tokens already made, shards kept."""
+    left = _remaining(config, setup, spool, manifest)
+    return left.shards, left.done_tokens, left.kept
+
+
+def _remaining(config: ExtractConfig, setup: Setup, spool: Spool, manifest: Manifest) -> Remaining:
     from specctl.core.resume import bytes_per_token, remaining_shards
 
     per_shard = config.shard_mib * 2**20 // bytes_per_token(setup.settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.errors import InputError, MachineError, SettingsChangedError, UsageError
+from specctl.files import durable
 from specctl.records.progress import Reporter
 from specctl.records.provenance import versions
 from specctl.records.training import CHECKPOINTS, FIXED, LOG_FILE, RUN_FILE, TrainConfig
@@ -39,7 +39,7 @@ def begun(config: TrainConfig, out: Path, reporter: Reporter) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(out, error) from error
     try:
-        _lock(folder, out)
+        _lock(folder, out, reporter)
         try:
             write_atomic(run, (json.dumps(record, indent=1) + "\n").encode())
         except OSError as error:
@@ -65,16 +65,16 @@ def refuse_folder(config: TrainConfig, settings: Mapping[str, Any], reporter: Re
         raise _unwritable(out, error) from error
 
 
-def _lock(folder: int, out: Path) -> None:
+def _lock(folder: int, out: Path, reporter: Reporter) -> None:
     """Raises MachineError while another process holds the folder; ends with this one, however it ends."""
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = durable.lock(folder)
     except BlockingIOError:
         raise MachineError(
             "another run trains in this folder", where=str(out), hint="wait for it, or choose another `--out`"
         ) from None
-    except OSError:
-        return  # a file system without locks
+    if not is_locked:
+        reporter.note("the file system has no locks: nothing keeps a second run out of this folder")
 
 
 def _unwritable(out: Path, error: OSError) -> MachineError:
