@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fixtures.make import check, make_tiny
 from specctl.core.decoder import find_decoder
@@ -201,3 +202,39 @@ def test_a_target_without_tokenizer_is_told(tmp_path: Path) -> None:
 
 def test_tiny_targets_are_what_their_hashes_say() -> None:
     assert check() == 0
+
+
+def test_a_property_that_counts_layers_otherwise_does_not_hide_what_is_written(tmp_path: Path) -> None:
+    """LongCat's configuration answers twice its `num_layers`."""
+    raw = {"model_type": "longcat_flash", "num_layers": 4, "hidden_size": 32, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    assert describe_target(str(tmp_path)).num_layers == 4
+
+
+def test_a_decoder_that_is_called_an_encoder_is_found_where_nothing_else_fits() -> None:
+    """ChatGLM keeps its layers at `transformer.encoder.layers`; beside a decoder it is another modality's."""
+
+    class Tower(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+    class Model(nn.Module):
+        def __init__(self, **towers: int) -> None:
+            super().__init__()
+            for name, count in towers.items():
+                setattr(self, name, Tower(count))
+
+    assert find_decoder(Model(encoder=3), 3).path == "encoder.layers"
+    assert find_decoder(Model(encoder=3, decoder=3), 3).path == "decoder.layers"
+    with pytest.raises(TargetError, match="no list of layers of the length 4"):
+        find_decoder(Model(encoder=3, decoder=3), 4)
+
+
+def test_a_configuration_without_a_word_on_tied_embeddings_is_untied(tmp_path: Path) -> None:
+    """A configuration class of a model's own code need not have the key."""
+    from specctl.core.target import _is_tied
+
+    assert not _is_tied({}, {}, object())
+    assert _is_tied({"tie_word_embeddings": True}, {}, object())
