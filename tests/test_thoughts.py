@@ -202,3 +202,39 @@ def test_special_tokens_of_an_answer_are_its_thought_and_not_its_text(
     tokenizer = tokfix.build(extra_special=(*HARMONY, "<think>", "</think>"))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert spoken(tokenizer, ids) == (content, reasoning)
+
+
+DROPS = (
+    "{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{{- '<|im_start|>assistant\n' + m.content.split('</think>')[-1] + '<|im_end|>\n' }}"
+    "{%- else %}" + IM + "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
+)
+"""A template that opens the thought in the prompt and leaves it out of every answer, as DeepSeek-R1's."""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Turn(A, "<think>\nso\n</think>\n\nfine"), Turn(A, "fine", {"reasoning_content": "so"})],
+)
+def test_a_thought_left_out_of_the_last_answer_is_learnt_as_the_target_wrote_it(
+    answer: Turn,
+) -> None:
+    """The target thinks before it answers; a draft that never saw a thought would be served nothing else."""
+    tokenizer = tokfix.build(DROPS)
+    sample = run(chat((U, "q"), answer), DROPS, tokenizer=tokenizer)
+    assert supervised(sample, tokenizer) == "so\n</think>\n\nfine<|im_end|>"
+    assert "<|im_start|>assistant\n<think>\nso\n" in tokenizer.decode(sample.input_ids)
+
+
+def test_thoughts_of_earlier_answers_stay_out_as_the_target_reads_them() -> None:
+    turns = [Turn(U, "q"), Turn(A, "<think>\na\n</think>\n\nb"), Turn(U, "r"), Turn(A, "<think>\nc\n</think>\n\nd")]
+    tokenizer = tokfix.build(DROPS)
+    sample = run(chat(*turns), DROPS, tokenizer=tokenizer)
+    assert supervised(sample, tokenizer) == "\n\nb<|im_end|>c\n</think>\n\nd<|im_end|>"
+
+
+def test_reasoning_that_no_thought_can_hold_drops_the_row() -> None:
+    dropped = run(chat((U, "q"), Turn(A, "fine", {"reasoning_content": "so it goes"})))
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "reasoning_not_shown"

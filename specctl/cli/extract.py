@@ -158,6 +158,9 @@ def _show(command: str, report: Any, *, is_json: bool) -> int:
         return 0
     is_all = report.samples + sum(report.drops.values()) == report.rows
     rows = f" of {report.rows:,} rows" if is_all else f", {report.rows:,} rows read"
+    asked = getattr(report, "asked", report.samples)
+    if asked < report.samples:
+        rows += f", {asked:,} asked for"
     cut = f", {report.truncated:,} cut to length" if report.truncated else ""
     pairs = {
         "samples": f"{report.samples:,}{rows}{cut}",

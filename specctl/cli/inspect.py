@@ -46,6 +46,9 @@ def inspect(
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Draw a training run's loss and acceptance as .svg or .png.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the target's folder brings.")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> int:
@@ -54,7 +57,11 @@ def inspect(
     from specctl.recipes.inspectrun import inspect_run, is_run
 
     if is_run(Path(path)):
-        ignored = [name for name in ("compare", "rounding", "sample", "target") if options.is_given(context, name)]
+        ignored = [
+            name
+            for name in ("compare", "rounding", "sample", "target", "trust_remote_code")
+            if options.is_given(context, name)
+        ]
         if ignored:
             raise UsageError(f"`--{ignored[0]}` has no meaning for a training run", where=path)
         # matplotlib wants a folder for its cache, and home may not be writable.
@@ -79,7 +86,7 @@ def inspect(
         return 0 if is_same else 1
     if rounding:
         raise UsageError("`--rounding` has a meaning only with `--compare`", where=path)
-    report = recipe.inspect(path, reporter, sample=sample, target=target)
+    report = recipe.inspect(path, reporter, sample=sample, target=target, trust_remote_code=trust_remote_code)
     if json:
         show_json("inspect", True, report)
     elif isinstance(report, recipe.TargetReport):

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from specctl.core import thoughts
 from specctl.core.conversations import NO_ROLES, Row, read_rows
 from specctl.core.masks import (
     REASONING,
@@ -32,7 +33,6 @@ from specctl.core.masks import (
     assistant_spans,
 )
 from specctl.core.templates import check_template
-from specctl.core.thoughts import cut_thought, hidden_call, is_cut_in_thought, with_reasoning
 from specctl.errors import NotSupportedError, TargetError
 from specctl.records.conversation import Conversation, PlainText, Tokenized
 from specctl.records.sample import Dropped, Sample, content_id
@@ -180,10 +180,10 @@ def _from_chat(row: Conversation, encoder: _Encoder) -> Sample | Dropped:
         )
     if (refusal := _unanswered(row)) is not None:
         return refusal
-    messages = [with_reasoning(turn.message(), encoder.template.text) for turn in row.turns]
+    messages = [thoughts.with_reasoning(turn.message(), encoder.template.text) for turn in row.turns]
     try:
-        is_open = row.is_cut and is_cut_in_thought(messages[-1])
-        found = cut_thought(row, messages, encoder.template) if is_open else None
+        is_open = row.is_cut and thoughts.is_cut_in_thought(messages[-1])
+        found = thoughts.cut_thought(row, messages, encoder.template) if is_open else None
         text, spans = found or assistant_spans(encoder.template, messages, tools=row.tools)
     except RenderError as error:
         return Dropped(row.where, "template_error", error.message)
@@ -191,23 +191,19 @@ def _from_chat(row: Conversation, encoder: _Encoder) -> Sample | Dropped:
         return Dropped(row.where, "no_assistant_span", error.message)
     if not spans:
         return Dropped(row.where, "no_assistant_span", "the template shows none of the answers")
-    if (name := hidden_call(messages, text)) is not None:
+    if (name := thoughts.hidden_call(messages, text)) is not None:
         return Dropped(row.where, "tool_call_not_shown", f"the template does not show the call of `{name}`")
+    if found is None and not row.is_cut and thoughts.hides_thought(messages, text):
+        last = text[slice(*spans[-1])].rstrip()
+        closing = max((c for c in encoder.template.closings if last.endswith(c)), key=len, default="")
+        shown = thoughts.shown_thought(row, messages, encoder.template, closing)
+        if shown is None:
+            return Dropped(row.where, "reasoning_not_shown", "the template does not show the reasoning of the answer")
+        text, spans = shown
     if row.is_cut and found is None:
-        text, spans = _without_end(text, spans, row.turns[-1].content.strip())
+        text, spans = thoughts.without_end(text, spans, row.turns[-1].content.strip())
     ids, mask = _encoded(text, spans, encoder)
     return _finished(row, ids, mask, encoder)
-
-
-def _without_end(text: str, spans: Sequence[Span], answer: str) -> tuple[str, list[Span]]:
-    """The render up to the last word of a cut answer: the target never said that it ended there.
-
-    Source: vllm-project/speculators#835.
-    """
-    begin, end = spans[-1]
-    found = text.rfind(answer, begin, end)
-    stop = found + len(answer) if found >= 0 and answer else begin
-    return text[:stop], [*spans[:-1], (begin, stop)]
 
 
 def _unanswered(row: Conversation) -> Dropped | None:

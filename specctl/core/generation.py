@@ -22,6 +22,7 @@ import torch
 from specctl.core.chat import check_ids, effective_template, own_bos, with_one_bos
 from specctl.core.device import is_gpu
 from specctl.core.lengths import forget_lengths
+from specctl.core.positions import max_positions
 from specctl.core.products import quick_linears
 from specctl.core.target import LoadedTarget, load_tokenizer
 from specctl.core.templates import TEMPLATE_ERRORS, on_fixed_day
@@ -96,8 +97,6 @@ def open_encoder(
 
     Raises TargetError for a file that cannot be read, and where there is no template.
     """
-    from transformers import AutoConfig
-
     tokenizer = load_tokenizer(spec, trust_remote_code=trust_remote_code)
     # Of several the same that `extract` takes; `apply_chat_template` would choose by row.
     tokenizer.chat_template = effective_template(tokenizer, chat_template)
@@ -107,8 +106,7 @@ def open_encoder(
             where=spec.path,
             hint="pass one with `--chat-template FILE`; a base model answers no questions",
         )
-    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=trust_remote_code).get_text_config()
-    return PromptEncoder(tokenizer, getattr(config, "max_position_embeddings", None), spec.vocab_size)
+    return PromptEncoder(tokenizer, max_positions(spec, trust_remote_code=trust_remote_code), spec.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

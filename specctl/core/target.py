@@ -180,6 +180,7 @@ def resolve(name: str, revision: str | None = None, *, is_whole: bool = True) ->
         if len(files) == 1:
             return path, files[0].name
         if files:
+            gguf.refuse_part(files[0])
             raise TargetError(
                 f"the folder holds {len(files)} GGUF files", where=str(path), hint=f"name one, as in {files[0]}"
             )

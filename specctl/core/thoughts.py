@@ -67,9 +67,49 @@ def cut_thought(
         if not opens_thought(prompt) and "<think>" not in template.text:
             return None
         text = f"<think>\n{thought}"
+    return _after(prompt, text, row, messages, template)
+
+
+def hides_thought(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether the last message is an answer whose thought the render does not hold.
+
+    Templates leave out the thoughts of earlier answers, as the target reads them; of the last one some do too, and
+    what the target writes first would not be learnt (sgl-project/SpecForge#296, #419).
+    """
+    thought = _thought_of(messages[-1]) if messages[-1]["role"] == "assistant" else ""
+    return bool(thought) and thought not in text
+
+
+def shown_thought(
+    row: Conversation, messages: Sequence[Mapping[str, Any]], template: Template, closing: str
+) -> tuple[str, list[Span]] | None:
+    """The chat with its last answer as the target wrote it, thought and all, after what it read, and `closing`.
+
+    None where nothing tells how the thought was written.
+    """
+    said, thought = str(messages[-1]["content"]), _thought_of(messages[-1])
+    prompt = opened_prompt(template, messages[:-1], tools=row.tools)
+    if "</think>" not in said:
+        if not opens_thought(prompt) and "<think>" not in template.text:
+            return None
+        said = f"<think>\n{thought}\n</think>\n\n{said.strip()}"
+    return _after(prompt, said.strip() + closing, row, messages, template)
+
+
+def _thought_of(message: Mapping[str, Any]) -> str:
+    said = next((str(message[key]) for key in REASONING if message.get(key)), None)
+    if said is None:
+        before, end, _ = str(message["content"]).rpartition("</think>")
+        said = before.rpartition("<think>")[2] if end else ""
+    return said.strip()
+
+
+def _after(
+    prompt: str, text: str, row: Conversation, messages: Sequence[Mapping[str, Any]], template: Template
+) -> tuple[str, list[Span]]:
+    """`prompt` and what the target wrote after it; spans of earlier answers where they read as they did."""
     if opens_thought(prompt):
         text = text.removeprefix("<think>").lstrip("\n")
-    # What stands before the last question reads as it did.
     before, spans = assistant_spans(template, messages[:-1], tools=row.tools)
     kept = spans if prompt.startswith(before.rstrip()) else []
     return prompt + text, [*kept, (len(prompt), len(prompt) + len(text))]
@@ -83,3 +123,14 @@ def hidden_call(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
             if isinstance(name, str) and name not in text:
                 return name
     return None
+
+
+def without_end(text: str, spans: Sequence[Span], answer: str) -> tuple[str, list[Span]]:
+    """The render up to the last word of a cut answer: the target never said that it ended there.
+
+    Source: vllm-project/speculators#835.
+    """
+    begin, end = spans[-1]
+    found = text.rfind(answer, begin, end)
+    stop = found + len(answer) if found >= 0 and answer else begin
+    return text[:stop], [*spans[:-1], (begin, stop)]

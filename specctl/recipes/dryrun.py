@@ -98,6 +98,8 @@ def _existing(config: ExtractConfig, setup: Setup) -> Manifest:
     if config.overwrite or not (out / MANIFEST).exists():
         return empty
     manifest = folders.read_manifest(out)
+    if not manifest.shards:
+        return empty
     differing = differing_settings(manifest.settings, setup.settings)
     if differing:
         raise SettingsChangedError(f"the folder was made with other settings: {'; '.join(differing)}", where=str(out))

@@ -108,7 +108,7 @@ def _lead(config: ExtractConfig, reporter: Reporter, world: Any) -> ExtractRepor
         finally:
             folders.remove_temporaries(out)
     say_what_else_is_there(config, out, left, reporter)
-    return _report(config, out, new_tokens, time.monotonic() - began, reporter)
+    return _report(config, left, new_tokens, time.monotonic() - began, reporter)
 
 
 def set_up(config: ExtractConfig, reporter: Reporter, num_local_ranks: int) -> Setup:
@@ -244,10 +244,12 @@ def _run(job: ExtractJob, config: ExtractConfig, world: Any, reporter: Reporter)
     parallel.run_in_world(world, job, pp=config.pp, tp=config.tp, device=config.device, reporter=reporter)
 
 
-def _report(config: ExtractConfig, out: Path, new_tokens: int, seconds: float, reporter: Reporter) -> ExtractReport:
+def _report(
+    config: ExtractConfig, left: Remaining, new_tokens: int, seconds: float, reporter: Reporter
+) -> ExtractReport:
     from specctl.core import folder as folders
 
-    manifest = folders.read_manifest(out)
+    manifest = folders.read_manifest(Path(config.out))
     for drop in manifest.dropped_samples[:3]:
         reporter.warn(f"dropped sample `{drop.sample_id}`: {drop.reason}")
     counts = manifest.counts
@@ -262,6 +264,8 @@ def _report(config: ExtractConfig, out: Path, new_tokens: int, seconds: float, r
         tokens=counts["tokens"],
         supervised_tokens=counts["supervised_tokens"],
         truncated=counts["truncated"],
+        asked=left.asked,
+        stale=left.stale,
         drops=manifest.drops,
         shards=len(manifest.shards),
         bytes=sum(entry.bytes for entry in manifest.shards),

@@ -92,12 +92,12 @@ class CompareReport:
 
 
 def inspect(
-    path: str, reporter: Reporter, *, sample: int = 0, target: str | None = None
+    path: str, reporter: Reporter, *, sample: int = 0, target: str | None = None, trust_remote_code: bool = False
 ) -> FolderReport | TargetReport:
     """Describe `path`. Raises InputError when it is neither a shard folder nor a target."""
     folder = Path(path)
     if (folder / MANIFEST).exists():
-        return _folder(folder, reporter, sample=sample, target=target)
+        return _folder(folder, reporter, sample=sample, target=target, trust=trust_remote_code)
     if (folder / SHARDS).is_dir():
         raise InputError(f"the folder has `{SHARDS}/` but no `{MANIFEST}`", where=path)
     if folder.is_dir() and not (folder / "config.json").exists() and not list(folder.glob("*.gguf")):
@@ -105,7 +105,7 @@ def inspect(
             f"the folder has neither `config.json` nor a GGUF file, as targets do, nor `{MANIFEST}`, as shards do",
             where=path,
         )
-    return _target(path)
+    return _target(path, trust_remote_code)
 
 
 def compare(path: str, other: str, reporter: Reporter) -> CompareReport:
@@ -178,7 +178,7 @@ def _open(folder: Path, manifest: Manifest, file: str) -> plugins.ShardReader:
     return plugins.load_store(manifest.settings["format"]).open_shard(folder / SHARDS / file, entry)
 
 
-def _folder(folder: Path, reporter: Reporter, *, sample: int, target: str | None) -> FolderReport:
+def _folder(folder: Path, reporter: Reporter, *, sample: int, target: str | None, trust: bool) -> FolderReport:
     from specctl.core.folder import read_manifest
 
     manifest = read_manifest(folder)
@@ -197,7 +197,7 @@ def _folder(folder: Path, reporter: Reporter, *, sample: int, target: str | None
         bytes=sum(e.bytes for e in entries),
         drops=manifest.drops,
         stats=_stats(folder, manifest, reporter),
-        sample=_render(folder, manifest, sample, target, reporter) if entries else None,
+        sample=_render(folder, manifest, sample, target, reporter, trust=trust) if entries else None,
     )
 
 
@@ -230,7 +230,9 @@ def _stats(folder: Path, manifest: Manifest, reporter: Reporter) -> tuple[SlotSt
     )
 
 
-def _render(folder: Path, manifest: Manifest, index: int, target: str | None, reporter: Reporter) -> SampleView | None:
+def _render(
+    folder: Path, manifest: Manifest, index: int, target: str | None, reporter: Reporter, *, trust: bool
+) -> SampleView | None:
     """Sample `index` of the folder, decoded with the target's tokenizer when that can be loaded."""
     from specctl.core.target import describe_target, load_tokenizer
 
@@ -247,7 +249,8 @@ def _render(folder: Path, manifest: Manifest, index: int, target: str | None, re
     ids, mask = shard.input_ids()[rows].tolist(), shard.loss_mask()[rows].tolist()
     name = target or str(manifest.provenance.get("target"))
     try:
-        tokenizer = load_tokenizer(describe_target(name, is_whole=False))
+        spec = describe_target(name, is_whole=False, trust_remote_code=trust)
+        tokenizer = load_tokenizer(spec, trust_remote_code=trust)
     except SpecctlError as error:
         reporter.note(f"no sample is shown, the target's tokenizer is not at hand: {error.message}")
         return None
@@ -260,18 +263,18 @@ def _render(folder: Path, manifest: Manifest, index: int, target: str | None, re
     return SampleView(shard.sample_ids[index], len(ids), sum(mask), tuple(spans))
 
 
-def _target(path: str) -> TargetReport:
+def _target(path: str, trust: bool) -> TargetReport:
     from specctl.core.target import describe_target, load_tokenizer
     from specctl.records.layers import aux_boundaries
     from specctl.records.shard import ITEM_BYTES
 
-    spec = describe_target(path)
+    spec = describe_target(path, trust_remote_code=trust)
     try:
         aux = ", ".join(map(str, aux_boundaries(spec.num_layers)))
     except SpecctlError:
         aux = "too shallow"
     try:
-        template = "yes" if load_tokenizer(spec).chat_template else "no"
+        template = "yes" if load_tokenizer(spec, trust_remote_code=trust).chat_template else "no"
     except SpecctlError:
         template = "no tokenizer"
     fields: dict[str, Any] = {k: v for k, v in asdict(spec).items() if k in TargetReport.__dataclass_fields__}

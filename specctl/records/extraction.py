@@ -70,7 +70,10 @@ class StatesPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExtractReport:
-    """What a run left in the folder, and what this run did. Bytes are on disk; seconds are of this run."""
+    """What a run left in the folder, and what this run did. Bytes are on disk; seconds are of this run.
+
+    `asked` samples are those of DATA within `--limit`; the folder holds `stale` ones that DATA does not have.
+    """
 
     out: str
     target: str
@@ -82,6 +85,8 @@ class ExtractReport:
     tokens: int
     supervised_tokens: int
     truncated: int
+    asked: int
+    stale: int
     drops: Mapping[str, int]
     shards: int
     bytes: int
