@@ -269,7 +269,7 @@ def main(args: Sequence[str]) -> int:
 
     FAKE is a JSON object: `pids` a file that gets the process ids, `argv` one that gets the arguments, `dies` what it
     says before it ends at its start, `silent` that it never gets ready, `stubborn` that the worker ignores SIGTERM,
-    and anything that `Vllm` takes.
+    `from_pp` that `dies` and `silent` are meant from so many pipeline stages on, and anything that `Vllm` takes.
     """
     told: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}"))
     if args == ["--version"]:
@@ -283,6 +283,8 @@ def main(args: Sequence[str]) -> int:
     if argv := told.pop("argv", None):
         Path(argv).write_text(json.dumps(list(args)))
     print("INFO: the server starts", flush=True)
+    if int(args[args.index("--pipeline-parallel-size") + 1]) < told.pop("from_pp", 1):
+        told |= {"dies": None, "silent": False}
     if dies := told.pop("dies", None):
         print(dies, "\nINFO: bye", flush=True)
         return 1

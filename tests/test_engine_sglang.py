@@ -13,7 +13,7 @@ from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl.core.target import describe_target
-from specctl.engines import sglang
+from specctl.engines import sglang, vllm
 from specctl.engines._process import free_port
 from specctl.errors import MachineError, NotSupportedError, SpecctlError, UsageError
 from specctl.recipes.evaluate import evaluate
@@ -99,8 +99,12 @@ def test_a_server_that_does_something_else_is_refused(info: Any, settings: dict[
 
 
 def test_a_server_of_another_kind_is_not_taken_for_one() -> None:
-    with serving(Vllm()) as url, pytest.raises(MachineError, match="HTTP 404"):
+    with serving(Vllm()) as url, pytest.raises(MachineError, match="it is no SGLang") as caught:
         sglang.ready(a_plan(endpoint=url), Talk())
+    assert "`--engine vllm`" in str(caught.value.hint)
+    with serving(Sglang()) as url, pytest.raises(MachineError, match="it is no vLLM") as caught:
+        vllm.ready(a_plan(endpoint=url), Talk())
+    assert "`--engine sglang`" in str(caught.value.hint)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(MachineError, match="the server does not answer") as caught:
         sglang.ready(a_plan(endpoint=url), Talk())
@@ -229,7 +233,10 @@ def test_b5_a_draft_that_sglang_cannot_run_is_refused_before_it_starts(run_cli, 
     draft = save_draft(model, "llama", tmp_path / "peagle", has_embedding=False)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(json.dumps({"id": "q", "prompt": "the tide"}) + "\n")
+    common = ("eval", make_tiny("llama"), draft, "--prompts", prompts, "--engine", "sglang")
     with serving(Sglang()) as url:
-        ran = run_cli("eval", make_tiny("llama"), draft, "--prompts", prompts, "--engine", "sglang", "--endpoint", url)
-    assert ran.returncode == 2 and "PARALLEL_SGLANG" in ran.stderr
-    assert "`--engine vllm`" in " ".join(ran.stderr.split())
+        attached = run_cli(*common, "--endpoint", url)
+    # Whether SGLang is installed does not matter then.
+    for ran in (attached, run_cli(*common)):
+        assert ran.returncode == 2 and "PARALLEL_SGLANG" in ran.stderr
+        assert "`--engine vllm`" in " ".join(ran.stderr.split())

@@ -446,6 +446,10 @@ def faking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **told: Any) -> Iter
         assert not is_there(int(pid))
 
 
+def is_written(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 def is_there(pid: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -634,7 +638,13 @@ def test_where_no_vllm_is_the_hint_says_what_to_name(monkeypatch: pytest.MonkeyP
     with pytest.raises(MachineError, match="no `vllm` on the PATH") as caught:
         vllm.ready(a_plan(), Talk())
     assert "--server-venv" in str(caught.value.hint)
-    with pytest.raises(UsageError, match="holds no vLLM"):
+    with pytest.raises(UsageError, match="holds no vLLM: it is no virtual environment"):
+        vllm.ready(a_plan(server_venv=str(tmp_path)), Talk())
+    with pytest.raises(UsageError, match="there is no folder"):
+        vllm.ready(a_plan(server_venv=str(tmp_path / "none")), Talk())
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    with pytest.raises(UsageError, match="it has no package `vllm`"):
         vllm.ready(a_plan(server_venv=str(tmp_path)), Talk())
     with pytest.raises(UsageError, match="no such program"):
         vllm.ready(a_plan(server_command="no-such-program serve"), Talk())
@@ -667,6 +677,17 @@ def test_an_environment_is_asked_which_vllm_it_has(
     with pytest.raises(NotSupportedError, match=r"0\.32 and newer, and this is 0\.31\.0"):
         vllm.ready(sampled, talk)
     assert len(talk.warnings) == is_cpu
+    (tmp_path / "bin" / "vllm").unlink()
+    command = serve_command(find_vllm(plan.config), plan, 1)
+    assert command[1 : 1 + len(starts[True])] == starts[True]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    staged = replace(plan, config=replace(plan.config, pp=(1, 2)))
+    if is_cpu:
+        with pytest.raises(NotSupportedError, match="V1 runner") as caught:
+            vllm.ready(staged, talk)
+        assert "`--engine reference`" in str(caught.value.hint)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    vllm.ready(staged, talk)
 
 
 def specctl(*args: object) -> subprocess.Popen[str]:
@@ -695,7 +716,7 @@ def test_a_run_that_is_ended_leaves_no_server(
     with faking(monkeypatch, tmp_path, silent=True) as paths:
         process = specctl("--prompts", questions, "--no-spec", "--server-command", FAKE)
         until = time.monotonic() + 60
-        while not paths["pids"].exists() and process.poll() is None and time.monotonic() < until:
+        while not is_written(paths["pids"]) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
         server, worker = map(int, paths["pids"].read_text().split())
         assert is_there(server) and is_there(worker)
@@ -736,6 +757,68 @@ def test_a_draft_is_measured_on_a_server_for_each_size_and_one_without_it(
     assert json.loads(argv[argv.index("--speculative-config") + 1])["model"] == draft
     assert argv[argv.index("--pipeline-parallel-size") + 1] == "2"
     assert result.versions["vllm"] == "0.32.0" and result.settings["server"] == FAKE
+
+
+def common_args(draft: str, questions: Path) -> list[object]:
+    return [draft, "--prompts", questions, "--pp", 1, "--pp", 2, "--server-command", FAKE, "--max-new-tokens", NEW]
+
+
+def test_a_size_that_cannot_start_loses_no_size_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, questions: Path
+) -> None:
+    page = tmp_path / "eval.html"
+    with faking(monkeypatch, tmp_path, dies="RuntimeError: no second device", from_pp=2):
+        args = common_args(a_stored_draft("eagle3", tmp_path), questions)
+        process = specctl(*args, "--json", "--report", page)
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 2 and "no second device" in err and "Traceback" not in err
+    found = json.loads(out)
+    assert not found["ok"] and [size["pp"] for size in found["report"]["sizes"]] == [1]
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_ctrl_c_between_sizes_loses_no_size_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, questions: Path
+) -> None:
+    with faking(monkeypatch, tmp_path, silent=True, from_pp=2) as paths:
+        process = specctl(*common_args(a_stored_draft("eagle3", tmp_path), questions))
+        until = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < until:
+            argv = paths["argv"].read_text() if paths["argv"].exists() else ""
+            if '"--pipeline-parallel-size", "2"' in argv:
+                break
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "not measured: pp 2" in " ".join(err.split()), err
+    assert "acceptance length" in out
+
+
+def test_prompts_that_do_not_fit_a_given_length_are_refused_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, questions: Path
+) -> None:
+    draft = a_stored_draft("eagle3", tmp_path)
+    monkeypatch.setenv("FAKE", json.dumps({"pids": str(tmp_path / "pids")}))
+    for args in ("--max-model-len 16", "--max_model_len=16"):
+        with pytest.raises(UsageError, match="texts of 16 tokens") as caught:
+            evaluate(started_with(draft, questions, server_args=args), Talk())
+        assert caught.value.where == "`--server-args`"
+    assert not (tmp_path / "pids").exists()
+
+
+def test_a_draft_at_an_endpoint_is_a_name_and_another_length_is_warned_of(tmp_path: Path, questions: Path) -> None:
+    from decode_parts import a_draft, save_draft
+
+    model = a_draft("llama", "eagle3", hidden_size=32, head_dim=8, num_draft_tokens=K + 1, aux_ids=(1, 2, 3))
+    longer = save_draft(model, "llama", tmp_path / "longer", has_embedding=False)
+    same = a_stored_draft("eagle3", tmp_path)
+    for draft, more, is_warned in ((longer, {}, True), (longer, {"num_draft_tokens": K}, False), (same, {}, False)):
+        talk = Talk()
+        with serving(Vllm()) as url:
+            plain = started_with(draft, questions, endpoint=url, **more)
+            evaluate(replace(plain, server_command=None), talk)
+        assert any("DRAFT is taken as its name" in note for note in talk.notes)
+        assert any(f"DRAFT says {K + 1}" in warning for warning in talk.warnings) == is_warned
 
 
 def test_a_draft_that_vllm_cannot_run_is_refused_before_it_starts(

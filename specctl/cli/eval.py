@@ -68,7 +68,8 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     engine: Annotated[str, typer.Option(help="reference (specctl's own), vllm or sglang: what decodes.")] = "reference",
     endpoint: Annotated[
-        str | None, typer.Option(help="URL of a server that runs already; DRAFT may then be left out.")
+        str | None,
+        typer.Option(help="URL of a server that runs already; DRAFT then only names its draft, and may be left out."),
     ] = None,
     server_venv: options.ServerVenv = None,
     server_command: options.ServerCommand = None,
@@ -95,6 +96,7 @@ def evaluate(
     if compare is not None:
         _refuse_more(context)
         return _compare(compare, tolerance, is_json=json)
+    from specctl.recipes.evaluate import StoppedRun
     from specctl.recipes.evaluate import evaluate as run
     from specctl.recipes.judge import judge
     from specctl.records.evaluation import EvalConfig
@@ -105,15 +107,22 @@ def evaluate(
     flags["pp"] = tuple(pp or (1,))
     flags.setdefault("draft", None)
     settings = options.build(EvalConfig, context, flags, config)
-    result = run(settings, reporter, api_key=options.api_key_of(settings))
+    cause = None
+    try:
+        result = run(settings, reporter, api_key=options.api_key_of(settings))
+    except StoppedRun as stopped:
+        result, cause = stopped.result, stopped.cause
     judgement = judge(result, tolerance=settings.tolerance)
     if json:
-        show_json("eval", judgement.exit_code == 0, {**result.to_dict(), "judgement": judgement})
+        is_yes = judgement.exit_code == 0 and cause is None
+        show_json("eval", is_yes, {**result.to_dict(), "judgement": judgement})
     else:
         _show(judgement)
     if settings.report is not None:
         _write_page(settings, result, judgement)
         say(f"wrote {settings.report}")
+    if cause is not None:
+        raise cause
     return judgement.exit_code
 
 

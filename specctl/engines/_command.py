@@ -82,17 +82,25 @@ def shown(command: Iterable[str]) -> str:
     return shlex.join(masked(command))
 
 
-def find_program(venv: str | None, name: str, title: str) -> Path:
-    """The program in the bin folder of `--server-venv`, else on the PATH. Raises UsageError, MachineError."""
-    if venv is not None:
-        path = Path(venv).expanduser() / "bin" / name
-        if not path.is_file():
-            raise UsageError(
-                f"the virtual environment holds no {title}: there is no {path}",
-                where="`--server-venv`",
-                hint=f"name the folder that `python -m venv` made and {title} was installed into",
-            )
-        return path.absolute()
+def venv_python(venv: str, title: str) -> Path:
+    """The Python of `--server-venv`. Raises UsageError for a folder that is no virtual environment."""
+    folder = Path(venv).expanduser().absolute()
+    python = folder / "bin" / "python"
+    if not folder.is_dir():
+        raise no_package(title, f"there is no folder {folder}")
+    if not python.exists():
+        raise no_package(title, f"the folder holds no {title}: it is no virtual environment, there is no {python}")
+    return python
+
+
+def no_package(title: str, message: str) -> UsageError:
+    """The error for a `--server-venv` that cannot start the server."""
+    hint = f"name the folder that `python -m venv` made and {title} was installed into"
+    return UsageError(message, where="`--server-venv`", hint=hint)
+
+
+def find_program(name: str, title: str) -> Path:
+    """The program on the PATH. Raises MachineError."""
     found = shutil.which(name)
     if found is None:
         raise MachineError(

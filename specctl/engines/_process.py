@@ -108,7 +108,7 @@ def wait_until(is_ready: Callable[[], bool], process: Process, *, timeout_s: flo
             )
         if now - spoken > LINE_EVERY_S:
             spoken = now
-            reporter.note(f"{process.title} starts, {now - began:.0f} s: {last_line(process.log)}")
+            reporter.note(f"{process.title} starts, {now - began:.0f} s; it says: {last_line(process.log)}")
         time.sleep(POLL_S)
 
 

@@ -24,6 +24,9 @@ DEATH_S: Final = 5.0
 """A server whose connections break is dying: so long until it is dead."""
 
 START_OPTIONS: Final = ("server_command", "server_venv", "server_args")
+SGLANG_INFO: Final = ("/server_info", "/get_server_info")
+"""Where SGLang speaks of itself: its newer name for it first."""
+
 WARM_UP: Final = (1, 2, 3, 4)
 WARM_TOKENS: Final = 8
 """A short request that is not counted."""
@@ -122,12 +125,18 @@ def attached(plan: DecodePlan, title: str, health: str) -> Iterator[Server]:
     """The server at `--endpoint`. Raises MachineError where it is not there."""
     client = endpoint_client(plan)
     if get_text(client, health) is None:
-        raise MachineError(
-            f"there is no `{health}`: it is no {title}, or its root is another",
-            where=client.url + health,
-            hint="`--endpoint` names the root, as in `http://localhost:8000`",
-        )
+        raise other_kind(client, health, title, None)
     yield Server(title, client, None)
+
+
+def other_kind(client: Client, path: str, title: str, engine: str | None) -> MachineError:
+    """The error for a server without `path`; `engine` is what it answers as, where that is known."""
+    root = "`--endpoint` names the root, as in `http://localhost:8000`"
+    return MachineError(
+        f"there is no `{path}`: it is no {title}, or its root is another",
+        where=client.url + path,
+        hint=root if engine is None else f"it answers as {engine} does: `--engine {engine}`",
+    )
 
 
 def endpoint_client(plan: DecodePlan) -> Client:
@@ -237,7 +246,7 @@ def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None, where: str) -> None:
+def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None, server: Server) -> None:
     """Raises MachineError where texts of `room` tokens are not long enough for some prompt, its answer and its drafts.
 
     Near the end of their room servers draft less or not at all.
@@ -250,6 +259,7 @@ def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None, w
             f"{len(long)} of {len(prompts)} prompts do not fit: the server takes texts of {room} tokens, and "
             f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
             f"{plan.num_draft_tokens} drafted",
-            where=where,
+            # One that was started is gone when this is read.
+            where=server.client.url if server.process is None else None,
             hint="shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts",
         )

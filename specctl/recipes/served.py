@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from specctl import plugins
 from specctl.errors import UsageError
-from specctl.records.evaluation import EvalConfig
+from specctl.recipes.check import look_at
+from specctl.recipes.serve import said_tokens
+from specctl.records.check import CheckConfig
+from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt
 from specctl.records.extraction import ExtractConfig, StatesPlan
 from specctl.records.progress import Reporter
 from specctl.records.target import TargetSpec
@@ -18,6 +24,9 @@ SERVER_OPTIONS: Final = ("endpoint", "server_command", "server_venv", "server_ar
 FILE_ONLY: Final = ("server_timeout",)
 OWN_OPTIONS: Final = ("batch_tokens", "device")
 """What only specctl's own engine makes something of."""
+
+LENGTH_OPTIONS: Final = ("--max-model-len", "--context-length")
+"""How long a text may be, in the words of vLLM and of SGLang."""
 
 
 def refuse_server_options(config: EvalConfig | ExtractConfig, defaults: EvalConfig | ExtractConfig) -> None:
@@ -31,6 +40,43 @@ def refuse_server_options(config: EvalConfig | ExtractConfig, defaults: EvalConf
             f"{spelled} is for servers, and `--engine {config.engine}` is {engine.TITLE}",
             hint=f"name one of {', '.join(servers)} with `--engine`",
         )
+
+
+def note_draft(plan: DecodePlan, reporter: Reporter) -> None:
+    """Says what DRAFT is at an endpoint, and warns of one that plainly drafts another number of tokens."""
+    config = plan.config
+    if config.endpoint is None or config.draft is None:
+        return
+    reporter.note("the server's draft cannot be seen: DRAFT is taken as its name")
+    own = said_tokens(look_at(CheckConfig(config.draft, plan.spec.path, config.engine)))
+    if own is not None and own != plan.num_draft_tokens and config.num_draft_tokens is None:
+        reporter.warn(
+            f"the server drafts {plan.num_draft_tokens} tokens and DRAFT says {own}: is it the draft that the server "
+            f"runs? `--num-draft-tokens {plan.num_draft_tokens}` says that the number is meant"
+        )
+
+
+def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan) -> None:
+    """Raises UsageError for prompts that do not fit the length given in `--server-args`, before a server starts."""
+    room = _given_room(plan.config)
+    more = plan.config.max_new_tokens + plan.num_draft_tokens
+    long = [prompt for prompt in prompts if room is not None and len(prompt.ids) + more > room]
+    if long:
+        worst = max(long, key=lambda prompt: len(prompt.ids))
+        raise UsageError(
+            f"{len(long)} of {len(prompts)} prompts do not fit: the server is to take texts of {room} tokens, and "
+            f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
+            f"{plan.num_draft_tokens} drafted",
+            where="`--server-args`",
+            hint="shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts",
+        )
+
+
+def _given_room(config: EvalConfig) -> int | None:
+    """The longest text by `--server-args`, the last one said; None where no plain number is."""
+    words = [part for word in shlex.split(config.server_args or "") for part in word.split("=", 1)]
+    said = [after for word, after in pairwise(words) if word.replace("_", "-") in LENGTH_OPTIONS]
+    return int(said[-1]) if said and said[-1].isdecimal() else None
 
 
 def ready(config: ExtractConfig, spec: TargetSpec, slots: tuple[str, ...], reporter: Reporter) -> dict[str, Any]:
