@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from fixtures.make import make_tiny  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """Started in the background, the tests would hand an ignored Ctrl-C on to the processes that they interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
