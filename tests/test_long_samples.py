@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl.core.folder import read_manifest, write_manifest
@@ -13,25 +14,10 @@ from specctl.core.positions import read_positions
 from specctl.core.target import describe_target
 from specctl.plugins import load_store
 from specctl.recipes.extract import ExtractConfig, ExtractReport, extract
-from specctl.records.progress import SilentReporter
 
 GPT2_POSITIONS, LLAMA_POSITIONS = 256, 512
 
 Run = Callable[..., ExtractReport]
-
-
-class Heard(SilentReporter):
-    """Keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
 
 
 @pytest.fixture
@@ -49,12 +35,12 @@ def rows(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def heard() -> Talk:
+    return Talk()
 
 
 @pytest.fixture
-def run(tmp_path: Path, heard: Heard) -> Run:
+def run(tmp_path: Path, heard: Talk) -> Run:
     def run_it(family: str, data: str, **options: Any) -> ExtractReport:
         config = ExtractConfig(str(make_tiny(family)), (data,), str(tmp_path / "o"), layers="0,norm", **options)
         report = extract(config, heard)
@@ -77,7 +63,7 @@ def lengths(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("asked", [2048, 300])
 def test_samples_end_at_the_last_learned_position(
-    run: Run, rows: Callable[..., str], heard: Heard, tmp_path: Path, asked: int
+    run: Run, rows: Callable[..., str], heard: Talk, tmp_path: Path, asked: int
 ) -> None:
     report = run("gpt2", rows(60, GPT2_POSITIONS, 400, 700), max_length=asked)
     assert report.truncated == 2
@@ -89,7 +75,7 @@ def test_samples_end_at_the_last_learned_position(
 
 
 def test_rope_is_cut_at_the_trained_length_unless_another_one_is_chosen(
-    run: Run, rows: Callable[..., str], heard: Heard, tmp_path: Path
+    run: Run, rows: Callable[..., str], heard: Talk, tmp_path: Path
 ) -> None:
     data = rows(60, 700)
     assert run("llama", data).truncated == 1
@@ -105,7 +91,7 @@ def test_rope_is_cut_at_the_trained_length_unless_another_one_is_chosen(
 
 @pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("llama", {}), ("llama", {"max_length": 1024})])
 def test_short_samples_say_nothing_and_a_folder_made_before_goes_on(
-    run: Run, rows: Callable[..., str], heard: Heard, tmp_path: Path, family: str, options: dict[str, Any]
+    run: Run, rows: Callable[..., str], heard: Talk, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     data = rows(60, 90)
     run(family, data, **options)

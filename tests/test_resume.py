@@ -31,6 +31,7 @@ import torch
 from conftest import ROOT, WORDS, chat_rows
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from talk import Talk
 
 from fixtures.make import make_tiny
 from specctl import plugins
@@ -737,7 +738,7 @@ def test_a_file_system_without_locks_is_said_and_written_to(
     config: Callable[..., ExtractConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     without_locks(monkeypatch, code)
-    heard = Heard()
+    heard = Talk()
     assert extract(config(), heard) is not None
     assert folders.NO_LOCKS in heard.notes
     with open_answers(tmp_path / "answers.jsonl", {}, overwrite=False) as answers:
@@ -798,27 +799,13 @@ def test_a_file_system_that_syncs_no_folders_is_written_to(make: Make, monkeypat
 # What DATA no longer has
 
 
-class Heard(SilentReporter):
-    """Keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_samples_that_data_no_longer_has_are_counted_in_a_warning(
     config: Callable[..., ExtractConfig], tmp_path: Path, format: str
 ) -> None:
     rows = [chat(f"c{i}", "hi", f"answer {i}") for i in range(5)]
     data = write_rows(tmp_path / "a.jsonl", rows)
-    heard = Heard()
+    heard = Talk()
     extract(config(data=(data,), format=format), heard)
     extract(config(data=(data,), format=format), heard)
     assert heard.warnings == []
@@ -832,7 +819,7 @@ def test_samples_that_data_no_longer_has_are_counted_in_a_warning(
 
 
 def test_a_smaller_limit_says_both_totals(config: Callable[..., ExtractConfig]) -> None:
-    heard = Heard()
+    heard = Talk()
     extract(config(), heard)
     extract(config(limit=3), heard)
     assert heard.warnings == []

@@ -16,7 +16,7 @@ from specctl.engines._command import shown, value_of, words
 from specctl.engines._process import Process, free_port, running, wait_until
 from specctl.errors import MachineError, NotSupportedError, UsageError
 from specctl.records.dialogue import Sampling
-from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt
+from specctl.records.evaluation import SHORTER, DecodePlan, EvalConfig, Prompt, too_long
 from specctl.records.progress import Reporter
 from specctl.records.target import TargetSpec
 
@@ -247,19 +247,8 @@ def _last(name: str) -> str:
 
 
 def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None, server: Server) -> None:
-    """Raises MachineError where texts of `room` tokens are not long enough for some prompt, its answer and its drafts.
-
-    Near the end of their room servers draft less or not at all.
-    """
-    more = plan.config.max_new_tokens + plan.num_draft_tokens
-    long = [prompt for prompt in prompts if room is not None and len(prompt.ids) + more > room]
-    if long:
-        worst = max(long, key=lambda prompt: len(prompt.ids))
-        raise MachineError(
-            f"{len(long)} of {len(prompts)} prompts do not fit: the server takes texts of {room} tokens, and "
-            f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
-            f"{plan.num_draft_tokens} drafted",
-            # One that was started is gone when this is read.
-            where=server.client.url if server.process is None else None,
-            hint="shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts",
-        )
+    """Raises MachineError where texts of `room` tokens have no place for some prompt, its answer and its drafts."""
+    found = too_long(prompts, plan, room)
+    if found is not None:
+        # One that was started is gone when this is read.
+        raise MachineError(found, where=server.client.url if server.process is None else None, hint=SHORTER)

@@ -12,7 +12,7 @@ from specctl.errors import UsageError
 from specctl.recipes.check import look_at
 from specctl.recipes.serve import said_tokens
 from specctl.records.check import CheckConfig
-from specctl.records.evaluation import DecodePlan, EvalConfig, Prompt
+from specctl.records.evaluation import SHORTER, DecodePlan, EvalConfig, Prompt, too_long
 from specctl.records.extraction import ExtractConfig, StatesPlan
 from specctl.records.progress import Reporter
 from specctl.records.target import TargetSpec
@@ -58,18 +58,9 @@ def note_draft(plan: DecodePlan, reporter: Reporter) -> None:
 
 def refuse_long(prompts: Sequence[Prompt], plan: DecodePlan) -> None:
     """Raises UsageError for prompts that do not fit the length given in `--server-args`, before a server starts."""
-    room = _given_room(plan.config)
-    more = plan.config.max_new_tokens + plan.num_draft_tokens
-    long = [prompt for prompt in prompts if room is not None and len(prompt.ids) + more > room]
-    if long:
-        worst = max(long, key=lambda prompt: len(prompt.ids))
-        raise UsageError(
-            f"{len(long)} of {len(prompts)} prompts do not fit: the server is to take texts of {room} tokens, and "
-            f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
-            f"{plan.num_draft_tokens} drafted",
-            where="`--server-args`",
-            hint="shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts",
-        )
+    found = too_long(prompts, plan, _given_room(plan.config))
+    if found is not None:
+        raise UsageError(found, where="`--server-args`", hint=SHORTER)
 
 
 def _given_room(config: EvalConfig) -> int | None:

@@ -251,3 +251,24 @@ def count_steps(steps: Sequence[Step], *, num_tokens: int) -> Counts:
         reached=tuple(sum(i < len(drafted) and i <= kept for drafted, kept in steps) for i in positions),
         accepted=tuple(sum(i < kept for _, kept in steps) for i in positions),
     )
+
+
+SHORTER: Final = "shorter prompts, another `--limit`, fewer `--max-new-tokens`, or a server that takes longer texts"
+"""What to do about `too_long`."""
+
+
+def too_long(prompts: Sequence[Prompt], plan: DecodePlan, room: int | None) -> str | None:
+    """What does not fit into texts of `room` tokens (None: no limit): a prompt, its answer and its drafts.
+
+    Near the end of their room servers draft less or not at all.
+    """
+    more = plan.config.max_new_tokens + plan.num_draft_tokens
+    long = [prompt for prompt in prompts if room is not None and len(prompt.ids) + more > room]
+    if not long:
+        return None
+    worst = max(long, key=lambda prompt: len(prompt.ids))
+    return (
+        f"{len(long)} of {len(prompts)} prompts do not fit: the server takes texts of {room} tokens, and "
+        f"`{worst.id}` has {len(worst.ids)}, with {plan.config.max_new_tokens} to be written and "
+        f"{plan.num_draft_tokens} drafted"
+    )
