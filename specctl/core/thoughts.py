@@ -39,17 +39,22 @@ def with_reasoning(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """The message with its reasoning under each name that the template reads: data sets and templates call it
     `reasoning_content`, `reasoning` or `thinking`, and a template shows nothing of what it does not know.
     """
-    said = next((message[key] for key in REASONING if message.get(key)), None)
+    said = _reasoning(message)
     if said is None:
         return dict(message)
     known = {key: said for key in REASONING if re.search(rf"\b{key}\b", template)}
     return {**known, **message}
 
 
+def _reasoning(message: Mapping[str, Any]) -> Any:
+    """The reasoning beside the text of a message, by whatever name; None where there is none."""
+    return next((message[key] for key in REASONING if message.get(key)), None)
+
+
 def is_cut_in_thought(message: Mapping[str, Any]) -> bool:
-    content = str(message["content"])
-    has_thought = any(message.get(key) for key in REASONING)
-    return ("<think>" in content and "</think>" not in content) or (has_thought and not content.strip())
+    """Whether a cut answer ends before its thought does."""
+    content, thought = str(message["content"]), _reasoning(message)
+    return ("<think>" in content and "</think>" not in content) or (thought is not None and not content.strip())
 
 
 def cut_thought(
@@ -62,7 +67,7 @@ def cut_thought(
     """
     prompt = opened_prompt(template, messages[:-1], tools=row.tools)
     text = str(messages[-1]["content"]).lstrip()
-    thought = next((str(messages[-1][key]) for key in REASONING if messages[-1].get(key)), None)
+    thought = _reasoning(messages[-1])
     if thought is not None and not text:
         if not opens_thought(prompt) and "<think>" not in template.text:
             return None
@@ -97,11 +102,11 @@ def shown_thought(
 
 
 def _thought_of(message: Mapping[str, Any]) -> str:
-    said = next((str(message[key]) for key in REASONING if message.get(key)), None)
+    said = _reasoning(message)
     if said is None:
         before, end, _ = str(message["content"]).rpartition("</think>")
         said = before.rpartition("<think>")[2] if end else ""
-    return said.strip()
+    return str(said).strip()
 
 
 def _after(
